@@ -1,0 +1,97 @@
+"""Two processes on one host share one llama.cpp KV cache by file descriptors.
+
+`import kvshare` loads no library and no numpy: the names below are imported when they are used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from kvshare.errors import (
+    AbiMismatchError,
+    AdoptError,
+    BuildError,
+    DeadlineExceededError,
+    DescriptorError,
+    ExpiredError,
+    KvshareError,
+    LayoutMismatchError,
+    LedgerDigestError,
+    LedgerError,
+    LedgerIncompleteError,
+    LibraryError,
+    LibraryNotFoundError,
+    LibraryUnpatchedError,
+    LocalProtocolError,
+    MismatchError,
+    ModelError,
+    NativeError,
+    NoFreeCellsError,
+    NotShareableError,
+    PatchError,
+    PeerClosedError,
+    PeerError,
+    PeerRefusedError,
+    ProtocolError,
+    RemoteProtocolError,
+    ReplayError,
+    SemanticsMismatchError,
+    SequenceInUseError,
+)
+
+if TYPE_CHECKING:
+    from kvshare.build import find_build
+    from kvshare.models import check_gguf
+
+__version__ = "0.1.0"
+
+# name -> module that defines it, imported at first use (PEP 562)
+_LAZY = {
+    "check_gguf": "kvshare.models",
+    "find_build": "kvshare.build",
+}
+
+__all__ = [
+    "AbiMismatchError",
+    "AdoptError",
+    "BuildError",
+    "DeadlineExceededError",
+    "DescriptorError",
+    "ExpiredError",
+    "KvshareError",
+    "LayoutMismatchError",
+    "LedgerDigestError",
+    "LedgerError",
+    "LedgerIncompleteError",
+    "LibraryError",
+    "LibraryNotFoundError",
+    "LibraryUnpatchedError",
+    "LocalProtocolError",
+    "MismatchError",
+    "ModelError",
+    "NativeError",
+    "NoFreeCellsError",
+    "NotShareableError",
+    "PatchError",
+    "PeerClosedError",
+    "PeerError",
+    "PeerRefusedError",
+    "ProtocolError",
+    "RemoteProtocolError",
+    "ReplayError",
+    "SemanticsMismatchError",
+    "SequenceInUseError",
+    "check_gguf",
+    "find_build",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

@@ -1,0 +1,459 @@
+"""The decoder: exports its cache, shares it, and adopts what a provider has filled.
+
+The order of things, for one share:
+
+1. `share` takes cells (a lease) for an empty sequence and issues a ledger. Nobody else gets these
+   cells, and attention does not see them.
+2. `Share.send` hands descriptors of the cache and of the ledger to a provider.
+3. The provider fills the cells, and vouches in the ledger for what it did.
+4. `adopt` copies the ledger, checks the copy against what the decoder knows itself, and enters the
+   cells into the sequence. No byte of K and V is copied.
+
+What goes wrong ends the share: the lease is given back, its cells are zeroed, and the sequence is as
+empty as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from kvshare import fds, wire
+from kvshare._native import loader, signatures
+from kvshare._native.context import Context, Model
+from kvshare.errors import ExpiredError, KvshareError, LocalProtocolError, NotShareableError, ReplayError
+from kvshare.layout import Layout, canonical_json
+from kvshare.ledger import Ledger, LedgerState
+from kvshare.wire import ShareState
+
+DEFAULT_EXPIRES_MS = 60_000
+
+# what a blob may need: 24 bytes a cell and cache, and an extent for each row of a transposed V
+_LEDGER_CAPACITY_NBYTES = 64 << 20
+
+
+@contextlib.contextmanager
+def exporting() -> Iterator[None]:
+    """Build contexts whose cache can be shared: those that this thread creates inside the block.
+
+    The caches live in sealed memfds instead of anonymous memory; nothing else about them differs.
+    For programs that build their contexts themselves, such as `llama_cpp.Llama`.
+
+    Raises:
+        LibraryError: the patched libllama is not there.
+        NativeError: export or import is on in this thread already.
+    """
+    lib = loader.load().lib
+    lib.llama_kv_share_export_begin()
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(KvshareError):
+            lib.llama_kv_share_end()
+        raise
+    lib.llama_kv_share_end()
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """What an adoption did.
+
+    Attributes:
+        n_adopted: tokens that are in the sequence now.
+        bytes_in_place: K, V and state bytes that were where they have to be.
+        bytes_moved: bytes that had to be moved inside the regions; 0 in every known case.
+        t_us: time in the library, microseconds.
+    """
+
+    n_adopted: int
+    bytes_in_place: int
+    bytes_moved: int
+    t_us: float
+
+
+class Share:
+    """A live offer of cells to one provider. Made by `Decoder.share`.
+
+    As a context manager it releases the lease if nobody adopted it.
+
+    Attributes:
+        share_id: random, single use.
+        seq_id: the sequence that will hold the cells.
+        n_tokens: tokens that the lease has room for.
+        header: what is sent.
+        t_us: time that issuing it took, microseconds.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        header: wire.ShareHeader,
+        ledger: Ledger,
+        descriptors: Sequence[int],
+        seq_id: int,
+        n_tokens: int,
+        deadline: float,
+        t_us: float,
+    ) -> None:
+        self.header = header
+        self.ledger = ledger
+        self.share_id = header.share_id
+        self.seq_id = seq_id
+        self.n_tokens = n_tokens
+        self.t_us = t_us
+        self._decoder = decoder
+        self._descriptors = tuple(descriptors)
+        self._deadline = deadline
+        self._state = ShareState.ISSUED
+
+    @property
+    def state(self) -> ShareState:
+        """Where the share stands, as the ledger and the clock say."""
+        if self._state.live:
+            if time.monotonic() > self._deadline:
+                self._decoder._end(self, ShareState.EXPIRED)
+            else:
+                record = self.ledger.snapshot()
+                known = {LedgerState.FILLING: ShareState.FILLING, LedgerState.COMPLETE: ShareState.COMPLETE}
+                if record.state in known and known[record.state] in wire.TRANSITIONS[self._state]:
+                    self._state = known[record.state]
+        return self._state
+
+    def send(self, target: socket.socket | str | os.PathLike[str], *, deadline: float | None = None) -> None:
+        """Send the header and the descriptors with one `sendmsg`.
+
+        Args:
+            target: a connected unix socket, or the path of one that a provider listens on.
+            deadline: `time.monotonic()` value; None means 10 s from now.
+
+        Raises:
+            PeerError: nobody listens, another uid, closed, too slow.
+            LocalProtocolError: the share has ended.
+
+        *Ownership*: the provider gets descriptors of its own.
+        """
+        if not self.state.live:
+            raise LocalProtocolError(f"this share is {self._state.value}, it cannot be sent")
+        if isinstance(target, socket.socket):
+            fds.require_peer_uid(target)
+            fds.send_message(target, wire.encode(self.header), self._descriptors, deadline=deadline)
+            return
+        with fds.connect_unix(target, deadline=deadline) as connection:
+            fds.require_peer_uid(connection)
+            fds.send_message(connection, wire.encode(self.header), self._descriptors, deadline=deadline)
+
+    def release(self) -> None:
+        """Give the lease back, zero its cells; idempotent."""
+        self._decoder._end(self, ShareState.RELEASED)
+
+    def __enter__(self) -> Share:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class Decoder:
+    """A context whose cache can be shared.
+
+    Attributes:
+        context: the context; decode with it as ever.
+        layout: what the bytes of its cache are.
+    """
+
+    def __init__(self, context: Context, *, owns_model: bool = False) -> None:
+        self.context = context
+        self._owns_model = owns_model
+        self._lib = context.library.lib
+        self._lib.llama_kv_share_supported(context.handle)
+        text, self._layout_digest = _describe(self._lib.llama_kv_share_layout, context.handle, 0)
+        self.layout = Layout.parse(text)
+        self._caches = canonical_json([cache.to_json() for cache in self.layout.caches]).decode()
+        self._shares: dict[int, Share] = {}
+
+    @classmethod
+    def open(cls, model: str | os.PathLike[str] | Model, **context: Any) -> Decoder:
+        """Load a model and create a context that can be shared.
+
+        Args:
+            model: a GGUF file, or a model that is open.
+            context: as for `Context.create`: `n_ctx`, `n_batch`, `n_ubatch`, `n_seq_max`, `kv_unified`,
+                `type_k`, `type_v`, `flash_attn`, `swa_full`, `n_threads`, ...
+
+        Raises:
+            ModelError: the file is no model.
+            NotShareableError: the memory of this model cannot be shared, with the reason.
+
+        *Ownership*: `close` frees the context, and the model if it was loaded here.
+        """
+        owns_model = not isinstance(model, Model)
+        loaded = model if isinstance(model, Model) else Model.open(model)
+        try:
+            with exporting():
+                created = Context.create(loaded, **context)
+            try:
+                return cls(created, owns_model=owns_model)
+            except BaseException:
+                created.close()
+                raise
+        except BaseException:
+            if owns_model:
+                loaded.close()
+            raise
+
+    @classmethod
+    def wrap(cls, llama: Any) -> Decoder:
+        """Wrap a `llama_cpp.Llama` that was built inside `exporting()`.
+
+        Raises:
+            NotShareableError: it was built outside, or its memory cannot be shared.
+
+        *Ownership*: the context stays the one of `llama`, which is kept alive by this object.
+        """
+        library = loader.load()
+        model = Model(library, llama._model.model, owned=False)
+        return cls(Context(model, llama._ctx.ctx, owner=llama))
+
+    def share(
+        self, seq_id: int = 0, *, n_tokens: int | None = None, expires_ms: int = DEFAULT_EXPIRES_MS
+    ) -> Share:
+        """Take cells for an empty sequence and offer them.
+
+        Args:
+            seq_id: the sequence.
+            n_tokens: tokens to make room for; None takes all that a sequence can have.
+            expires_ms: milliseconds from now after which the share is dead.
+
+        Raises:
+            SequenceInUseError: the sequence holds cells, or has a share.
+            NoFreeCellsError: no run of free cells is long enough.
+            NotShareableError: more regions than descriptors fit into a message.
+
+        *Ownership*: the share holds the lease until it is adopted, released or expired.
+        """
+        start = time.perf_counter_ns()
+        n_tokens = self.context.n_ctx_seq if n_tokens is None else n_tokens
+        self._expire()
+        self._lib.llama_kv_share_reserve(self.context.handle, seq_id, n_tokens)
+        try:
+            share = self._issue(seq_id, n_tokens, expires_ms, start)
+        except BaseException:
+            self._lib.llama_kv_share_release(self.context.handle, seq_id, False)
+            raise
+        self._shares[share.share_id] = share
+        return share
+
+    def _issue(self, seq_id: int, n_tokens: int, expires_ms: int, start: int) -> Share:
+        handle = self.context.handle
+        regions = _array(self._lib.llama_kv_share_regions, signatures.Region, handle, seq_id)
+        if len(regions) + 1 > fds.MAX_FDS:
+            raise NotShareableError(
+                f"{len(regions)} regions and the ledger exceed the {fds.MAX_FDS} descriptors of a message"
+            )
+        semantics_text, semantics = _describe(self._lib.llama_kv_share_semantics, handle)
+        share_id = 1 + secrets.randbelow(2**53 - 1)
+        ledger = Ledger.create(share_id, self._layout_digest, semantics, capacity=_LEDGER_CAPACITY_NBYTES)
+        try:
+            header = wire.ShareHeader(
+                share_id=share_id,
+                layout=self._layout_digest,
+                semantics=semantics,
+                params={
+                    **_params(self._lib, handle, seq_id),
+                    "abi": self.layout.abi,
+                    "byte_order": self.layout.byte_order,
+                    "caches": self._caches,
+                    "semantics": semantics_text,
+                },
+                regions=tuple(
+                    wire.RegionEntry(
+                        fd=index,
+                        offset=region.offset,
+                        size=region.size,
+                        layout=[tensor.to_json() for tensor in self.layout.regions[index].tensors],
+                        kind=wire.KINDS[region.kind],
+                    )
+                    for index, region in enumerate(regions)
+                ),
+                ledger=wire.LedgerEntry(fd=len(regions), size=ledger.size),
+                cells=_lease(self._lib, handle, seq_id, len(self.layout.caches)),
+                expires_ms=expires_ms,
+            )
+            return Share(
+                self,
+                header=header,
+                ledger=ledger,
+                descriptors=[*(region.fd for region in regions), ledger.fileno()],
+                seq_id=seq_id,
+                n_tokens=n_tokens,
+                deadline=time.monotonic() + expires_ms / 1000,
+                t_us=(time.perf_counter_ns() - start) / 1000,
+            )
+        except BaseException:
+            ledger.close()
+            raise
+
+    def adopt(self, share: Share, tokens: Sequence[int], *, allow_other_semantics: bool = False) -> Adopted:
+        """Check what the provider vouches for, and enter its cells into the sequence.
+
+        Args:
+            share: a share of this decoder.
+            tokens: the tokens that were to be prefilled, from position 0.
+            allow_other_semantics: accept a provider of other semantics, such as another quantization
+                of the same weights.
+
+        Returns:
+            What was done; the next decode of the sequence goes on at position `len(tokens)`.
+
+        Raises:
+            ReplayError: the share is not of this decoder, or was used or released already.
+            ExpiredError: it ran past its deadline.
+            LedgerIncompleteError: the provider has not vouched for all tokens; the share lives on if it
+                may still do so.
+            LedgerError: the ledger, its metadata or a digest is wrong; the share has failed.
+            SequenceInUseError: the sequence or its cells changed since the share; it has failed.
+        """
+        start = time.perf_counter_ns()
+        if self._shares.get(share.share_id) is not share:
+            raise ReplayError(f"share {share.share_id} is not a share of this decoder")
+        state = share.state
+        if state is ShareState.EXPIRED:
+            raise ExpiredError(f"share {share.share_id} has expired")
+        if not state.live:
+            raise ReplayError(f"share {share.share_id} is {state.value} already")
+        record = share.ledger.snapshot()
+        if record.state in (LedgerState.ISSUED, LedgerState.FILLING):
+            # not an end: the provider is still at it
+            record.verify(
+                share_id=share.share_id,
+                layout=self._layout_digest,
+                semantics=None,
+                tokens=tokens,
+                sample_digest=None,
+            )
+        adopted = signatures.Adopted()
+        try:
+            record.verify(
+                share_id=share.share_id,
+                layout=self._layout_digest,
+                semantics=None if allow_other_semantics else share.header.semantics,
+                tokens=tokens,
+                sample_digest=None,  # the library compares it, before it changes anything
+            )
+            handle = self.context.handle
+            if record.blob:
+                self._lib.llama_kv_share_adopt(
+                    handle,
+                    share.seq_id,
+                    len(tokens),
+                    record.blob,
+                    len(record.blob),
+                    record.sample_digest,
+                    ctypes.byref(adopted),
+                )
+            else:
+                self._lib.llama_kv_cells_adopt(
+                    handle,
+                    share.seq_id,
+                    share.header.cells[0][0][0],
+                    len(tokens),
+                    0,
+                    (ctypes.c_int32 * len(tokens))(*tokens),
+                    record.sample_digest,
+                    ctypes.byref(adopted),
+                )
+        except BaseException:
+            self._end(share, ShareState.FAILED)
+            raise
+        share._state = ShareState.ADOPTED
+        self._forget(share)
+        return Adopted(
+            n_adopted=adopted.n_tokens,
+            bytes_in_place=adopted.bytes_in_place,
+            bytes_moved=adopted.bytes_moved,
+            t_us=(time.perf_counter_ns() - start) / 1000,
+        )
+
+    def close(self) -> None:
+        """End all shares, free what was created here; idempotent."""
+        for share in list(self._shares.values()):
+            self._end(share, ShareState.RELEASED)
+        model = self.context.model
+        self.context.close()
+        if self._owns_model:
+            model.close()
+
+    def __enter__(self) -> Decoder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _end(self, share: Share, state: ShareState) -> None:
+        if not share._state.live:
+            return
+        share._state = state
+        self._forget(share)
+        if not self.context.closed:
+            self._lib.llama_kv_share_release(self.context.handle, share.seq_id, True)
+
+    def _forget(self, share: Share) -> None:
+        self._shares.pop(share.share_id, None)
+        share.ledger.close()
+
+    def _expire(self) -> None:
+        for share in list(self._shares.values()):
+            _ = share.state  # looks at the clock
+
+
+def _describe(function: Any, *arguments: Any) -> tuple[str, str]:
+    """Call a function that writes a canonical text; return it and its digest as 64 hex digits."""
+    digest = signatures.Digest()
+    size = 1 << 16
+    for _ in range(2):
+        buffer = ctypes.create_string_buffer(size)
+        n = function(*arguments, buffer, size, ctypes.byref(digest))
+        if n < size:
+            break
+        size = n + 1
+    return buffer.value.decode(), bytes(digest).hex()
+
+
+def _array(function: Any, kind: Any, *arguments: Any) -> list[Any]:
+    """Call a function that fills an array, with one that is large enough."""
+    n = function(*arguments, None, 0)
+    array = (kind * n)()
+    function(*arguments, array, n)
+    return list(array)
+
+
+def _params(lib: Any, handle: Any, seq_id: int) -> dict[str, wire.Scalar]:
+    params = signatures.ContextParams()
+    lib.llama_kv_share_params(handle, seq_id, ctypes.byref(params))
+    return {name: getattr(params, name) for name, *_ in params._fields_}
+
+
+def _lease(lib: Any, handle: Any, seq_id: int, n_caches: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    ranges: list[list[tuple[int, int]]] = [[] for _ in range(n_caches)]
+    for each in _array(lib.llama_kv_share_lease, signatures.Range, handle, seq_id):
+        ranges[each.cache].append((each.from_, each.to))
+    return tuple(tuple(each) for each in ranges)

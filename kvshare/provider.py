@@ -1,0 +1,433 @@
+"""The provider: maps a decoder's cache, fills the leased cells, and vouches for them.
+
+An `Offer` is a share as it arrives: header, descriptors, ledger. There are two ways to serve it:
+
+- `Provider` builds a llama.cpp context on the offered regions and decodes the prompt in it. The
+  decoder's cells are the provider's cells, so this works for every kind of cache.
+- `Offer.views` shows K and V of every layer as numpy arrays, for a provider that computes in another
+  way. It fills the rows of the leased cells and calls `Offer.complete`. This works for plain caches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+from kvshare import fds, mapping, wire
+from kvshare._native import signatures
+from kvshare._native.context import Context, Model
+from kvshare.errors import (
+    KvshareError,
+    LayoutMismatchError,
+    LocalProtocolError,
+    NativeError,
+    NotShareableError,
+    RemoteProtocolError,
+)
+from kvshare.fds import OwnedFd
+from kvshare.layout import Layout, require_equal_semantics
+from kvshare.ledger import Ledger, tokens_digest
+
+# fields of `params` that a provider asks llama.cpp for
+_CONTEXT_PARAMS = (
+    "n_ctx",
+    "n_batch",
+    "n_ubatch",
+    "n_seq_max",
+    "n_rs_seq",
+    "type_k",
+    "type_v",
+    "flash_attn_type",
+    "kv_unified",
+    "swa_full",
+    "offload_kqv",
+    "rope_scaling_type",
+    "yarn_orig_ctx",
+    "rope_freq_base",
+    "rope_freq_scale",
+    "yarn_ext_factor",
+    "yarn_attn_factor",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+)
+
+# those that size the cache or decide how it is laid out: named first when layouts differ
+_LAYOUT_PARAMS = ("n_ctx", "n_seq_max", "n_rs_seq", "kv_unified", "type_k", "type_v", "flash_attn_type", "swa_full")
+
+
+class Offer:
+    """A share as a provider receives it.
+
+    *Ownership*: owns the descriptors, the ledger and the mappings until `close`.
+
+    Attributes:
+        header: what the decoder says.
+        layout: what the bytes of the regions are; its digest was checked against the header's.
+        ledger: where the provider vouches.
+    """
+
+    def __init__(self, header: wire.ShareHeader, descriptors: Sequence[OwnedFd]) -> None:
+        """Check a header against its descriptors.
+
+        Raises:
+            RemoteProtocolError: the header contradicts itself.
+            DescriptorError: the descriptors are not what the header says.
+            LedgerError: the ledger is none.
+
+        *Ownership*: takes the descriptors, and closes them if it raises.
+        """
+        self._mappings: list[mapping.Mapping] | None = None
+        self._fds = list(descriptors)
+        try:
+            wire.check_descriptors(header, len(descriptors))
+            for entry in header.regions:
+                fd = descriptors[entry.fd].fileno()
+                fds.require_seals(fd)
+                if entry.offset + entry.size > fds.fd_size(fd):
+                    raise RemoteProtocolError(
+                        f"region of {entry.size} bytes at {entry.offset} exceeds its descriptor "
+                        f"of {fds.fd_size(fd)} bytes"
+                    )
+            self.header = header
+            self.layout = Layout.from_parts(
+                header.params, [(entry.size, entry.layout) for entry in header.regions], header.layout
+            )
+            self.ledger = Ledger.open(descriptors[header.ledger.fd], header.ledger.size)
+        except BaseException:
+            for owned in self._fds:
+                owned.close()
+            raise
+
+    @classmethod
+    def receive(cls, connection: socket.socket, *, deadline: float | None = None) -> Offer:
+        """Receive a share from a connected unix socket.
+
+        Args:
+            connection: from `fds.accept_unix`, which checks the peer's uid.
+            deadline: `time.monotonic()` value; None means 10 s from now.
+
+        Raises:
+            PeerError: closed, or too slow.
+            ProtocolError: no share header.
+            DescriptorError: truncated, or not what the header says. Everything is closed then.
+        """
+        payload, descriptors = fds.receive_message(connection, deadline=deadline)
+        try:
+            header = wire.decode(payload)
+            if not isinstance(header, wire.ShareHeader):
+                raise RemoteProtocolError(f"expected a share, got {type(header).__name__}")
+        except BaseException:
+            for owned in descriptors:
+                owned.close()
+            raise
+        return cls(header, descriptors)
+
+    @property
+    def seq_id(self) -> int:
+        """The sequence that a llama.cpp provider decodes."""
+        return int(self.header.params.get("seq_id", 0) or 0)
+
+    @property
+    def first_cell(self) -> int:
+        """First leased cell of the first cache."""
+        return self.header.cells[0][0][0] if self.header.cells and self.header.cells[0] else 0
+
+    @property
+    def exposes_all(self) -> bool:
+        """Whether the regions hold other sequences of the decoder as well."""
+        return bool(self.header.params.get("exposes_all"))
+
+    def native_regions(self) -> Any:
+        """Return the regions as the array of structs that an import takes."""
+        array = (signatures.Region * len(self.header.regions))()
+        for native, entry in zip(array, self.header.regions, strict=True):
+            native.fd = self._fds[entry.fd].fileno()
+            native.kind = wire.KINDS.index(entry.kind)
+            native.offset = entry.offset
+            native.size = entry.size
+        return array
+
+    def native_lease(self) -> Any:
+        """Return the leased cells as the array of structs that a confinement takes."""
+        ranges = [(i, a, b) for i, cache in enumerate(self.header.cells) for a, b in cache]
+        return (signatures.Range * len(ranges))(*ranges)
+
+    def views(self) -> list[mapping.LayerView]:
+        """Return K and V of every layer; see `mapping.LayerView` for shapes.
+
+        Write only the rows of the leased cells, `first_cell` on; call `ledger.begin` before the first.
+
+        *Ownership*: a view keeps its mapping alive, and `close` raises while one exists.
+        """
+        return mapping.layer_views(self.layout, self._mapped())
+
+    def complete(self, tokens: Sequence[int]) -> None:
+        """Vouch for tokens whose rows were written through the views, from `first_cell` on.
+
+        Raises:
+            NotShareableError: the cache is not a plain one.
+            LocalProtocolError: `ledger.begin` was not called.
+        """
+        sample = mapping.plain_sample(self.layout, self._mapped(), self.first_cell, len(tokens))
+        self.ledger.advance(len(tokens))
+        self.ledger.complete(tokens_digest(tokens), len(tokens), sample)
+
+    def fail(self, message: str) -> None:
+        """Say in the ledger that the share will not be complete, if it is not decided yet."""
+        with contextlib.suppress(KvshareError):
+            self.ledger.fail(message)
+
+    def close(self) -> None:
+        """Unmap the regions and close the descriptors; idempotent.
+
+        Raises:
+            LocalProtocolError: a view is still in use; nothing was closed.
+        """
+        for each in self._mappings or ():
+            each.close()
+        self._mappings = None
+        self.ledger.close()
+        for owned in self._fds:
+            owned.close()
+
+    def __enter__(self) -> Offer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.fail(f"{type(error).__name__}: {error}")
+        self.close()
+
+    def _mapped(self) -> list[mapping.Mapping]:
+        if self._mappings is None:
+            self._mappings = mapping.map_regions(
+                self.layout, [(self._fds[entry.fd], entry.offset) for entry in self.header.regions]
+            )
+        return self._mappings
+
+
+@contextlib.contextmanager
+def importing(offer: Offer, library: Any) -> Iterator[None]:
+    """Build one context whose cache is the offered memory, inside the block.
+
+    For programs that build their contexts themselves; `Provider` does it for you.
+
+    Raises:
+        LayoutMismatchError: the context's layout is another one; it was not created.
+    """
+    lib = library.lib
+    regions = offer.native_regions()
+    lib.llama_kv_share_import_begin(regions, len(regions), bytes.fromhex(offer.header.layout))
+    failure: Exception | None = None
+    try:
+        yield
+    except NativeError as error:
+        failure = error
+    except BaseException:
+        with contextlib.suppress(KvshareError):
+            lib.llama_kv_share_end()
+        raise
+    try:
+        lib.llama_kv_share_end()
+    except NativeError as error:
+        size = lib.llama_kv_share_import_layout(None, 0) + 1
+        buffer = ctypes.create_string_buffer(size)
+        lib.llama_kv_share_import_layout(buffer, size)
+        if buffer.value:
+            offer.layout.require_equal(Layout.parse(buffer.value.decode()))
+        raise error from failure
+    if failure is not None:
+        raise failure
+
+
+class Provider:
+    """A llama.cpp context over a decoder's cache.
+
+    Attributes:
+        offer: what it was built on.
+        context: the context.
+    """
+
+    def __init__(
+        self,
+        offer: Offer,
+        model: Model,
+        *,
+        n_threads: int | None = None,
+        allow_other_semantics: bool = False,
+        **overrides: Any,
+    ) -> None:
+        """Build a context on an offer, with the parameters that the decoder names.
+
+        Args:
+            offer: a received share.
+            model: the same model as the decoder's.
+            n_threads: compute threads; None takes the CPUs that this process may run on.
+            allow_other_semantics: accept other semantics, such as another quantization of the weights.
+            overrides: parameters that differ from the decoder's on purpose, such as `n_ubatch`.
+
+        Raises:
+            LayoutMismatchError: the layout would differ; names the parameter or the tensor field.
+            SemanticsMismatchError: model, adapters or RoPE differ; names the field.
+            NotShareableError: the share wants something that this provider cannot do.
+
+        *Ownership*: the offer and the model stay the caller's; `close` frees the context.
+        """
+        self.offer = offer
+        self._lib = model.library.lib
+        params = self._requested(offer.header.params, overrides)
+        if model.has_encoder and not model.library.llama.llama_model_has_decoder(model.pointer):
+            raise NotShareableError("this model has an encoder only")
+        with importing(offer, model.library):
+            self.context = Context.create(model, n_threads=n_threads, **params)
+        try:
+            self._require_semantics(allow_other=allow_other_semantics)
+            lease = offer.native_lease()
+            self._lib.llama_kv_share_confine(self.context.handle, offer.seq_id, lease, len(lease))
+        except BaseException:
+            self.context.close()
+            raise
+
+    @staticmethod
+    def _requested(params: Any, overrides: dict[str, Any]) -> dict[str, Any]:
+        wanted: dict[str, Any] = {}
+        for name in _CONTEXT_PARAMS:
+            if name not in params:
+                raise RemoteProtocolError(f"params.{name} is missing")
+            wanted[name] = params[name]
+        # booleans travel as 0 and 1, as they are in the struct
+        for name in ("kv_unified", "swa_full", "offload_kqv"):
+            wanted[name] = bool(wanted[name])
+        spelled = {key: overrides.pop(key) for key in ("flash_attn",) if key in overrides}
+        if spelled:
+            overrides["flash_attn_type"] = spelled["flash_attn"]
+        for name, value in overrides.items():
+            found = _number(name, value)
+            if name in _LAYOUT_PARAMS and found != wanted.get(name):
+                raise LayoutMismatchError(name, wanted.get(name), found)
+            wanted[name] = found
+        wanted["flash_attn"] = wanted.pop("flash_attn_type")
+        return wanted
+
+    def _require_semantics(self, *, allow_other: bool) -> None:
+        size = 1 + self._lib.llama_kv_share_semantics(self.context.handle, None, 0, None)
+        buffer = ctypes.create_string_buffer(size)
+        digest = signatures.Digest()
+        self._lib.llama_kv_share_semantics(self.context.handle, buffer, size, ctypes.byref(digest))
+        self._semantics = bytes(digest).hex()
+        if self._semantics != self.offer.header.semantics and not allow_other:
+            expected = self.offer.header.params.get("semantics")
+            require_equal_semantics(expected if isinstance(expected, str) else "{}", buffer.value.decode())
+
+    def prefill(self, tokens: Sequence[int], *, progress: Callable[[int], None] | None = None) -> None:
+        """Decode a prompt into the leased cells; the ledger's watermark follows each graph.
+
+        Args:
+            tokens: token ids, from position 0.
+            progress: called with the number of tokens that are done.
+
+        Raises:
+            LocalProtocolError: more tokens than the lease has cells.
+            NativeError: llama.cpp cannot decode.
+        """
+        self._require_room(len(tokens))
+        ledger = self.offer.ledger
+
+        def advance(n_done: int) -> None:
+            ledger.advance(n_done)
+            if progress:
+                progress(n_done)
+
+        ledger.begin(layout=self.offer.header.layout, semantics=self._semantics)
+        if self.context.model.has_encoder:
+            self.context.encode(tokens)
+        self.context.decode(tokens, position=0, seq_id=self.offer.seq_id, progress=advance)
+        self._tokens = list(tokens)
+
+    def _require_room(self, n_tokens: int) -> None:
+        for cache, cells in zip(self.offer.layout.caches, self.offer.header.cells, strict=True):
+            # a window and a recurrent state go on in the cells that they have
+            if cache.kind == "kv" and not cache.get("swa_type") and cells:
+                room = sum(b - a for a, b in cells)
+                if n_tokens > room:
+                    raise LocalProtocolError(f"{n_tokens} tokens do not fit into a lease of {room} cells")
+
+    def publish(self) -> None:
+        """Vouch for what was prefilled: metadata, token digest, and a digest over samples of K and V.
+
+        Raises:
+            LedgerError: the metadata does not fit into the ledger.
+        """
+        sample = signatures.Digest()
+        handle, seq_id = self.context.handle, self.offer.seq_id
+        size = self._lib.llama_kv_share_publish(handle, seq_id, None, 0, None)
+        buffer = ctypes.create_string_buffer(size)
+        self._lib.llama_kv_share_publish(handle, seq_id, buffer, size, ctypes.byref(sample))
+        self.offer.ledger.complete(
+            tokens_digest(self._tokens), len(self._tokens), bytes(sample), memoryview(buffer).cast("B")
+        )
+
+    def close(self) -> None:
+        """Free the context; idempotent. What was filled stays in the decoder's cache."""
+        self.context.close()
+
+    def __enter__(self) -> Provider:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _number(name: str, value: Any) -> Any:
+    from kvshare._native.context import FLASH_ATTN, TYPES
+
+    if isinstance(value, str):
+        table = FLASH_ATTN if name == "flash_attn_type" else TYPES
+        if value not in table:
+            raise LocalProtocolError(f"{name} cannot be {value!r}; known are {', '.join(table)}")
+        return table[value]
+    return value
+
+
+def serve(
+    path: str | os.PathLike[str],
+    model: Model,
+    tokens: Sequence[int],
+    *,
+    deadline: float | None = None,
+    progress: Callable[[int], None] | None = None,
+    **options: Any,
+) -> None:
+    """Serve one share: listen, receive, prefill, publish.
+
+    Args:
+        path: of the unix socket to listen on, at most 107 bytes, in a directory of the user's own.
+        model: the decoder's model.
+        tokens: the prompt.
+        deadline: `time.monotonic()` value until which a decoder must have connected and sent.
+        progress: called with the number of tokens that are done.
+        options: as for `Provider`.
+
+    Raises:
+        KvshareError: what went wrong; it stands in the ledger as well, if one had arrived.
+    """
+    with fds.listen_unix(path) as listener, fds.accept_unix(listener, deadline=deadline) as connection:
+        with Offer.receive(connection, deadline=deadline) as offer:
+            with Provider(offer, model, **options) as provider:
+                provider.prefill(tokens, progress=progress)
+                provider.publish()
