@@ -364,6 +364,7 @@ def _run(command: list[str], log: TextIO, step: str, progress: Progress) -> None
                     progress(step, int(time.monotonic() - start), None)
         except BaseException:
             process.terminate()
+            process.wait()
             raise
     if process.returncode == 0:
         return

@@ -142,6 +142,7 @@ def download(
                         pip.wait(1)
             except BaseException:
                 pip.terminate()
+                pip.wait()
                 raise
         if pip.returncode == 0:
             return

@@ -1,0 +1,1 @@
+"""Benchmarks of kvshare: each is `python -m benchmarks.NAME [--json]`."""

@@ -1,0 +1,327 @@
+"""Share, prefill and adopt on every architecture that llama.cpp supports.
+
+llama.cpp's own `test-llama-archs` writes one tiny model per architecture. On each of them, and in
+each case below, a decoder shares its cache, a second context on the same memory prefills a prompt,
+the decoder adopts it and goes on; a third context of its own does the same locally. The logits of
+both must be equal bit for bit, and no byte may move.
+
+    python -m benchmarks.architectures [--json] [--arch REGEX] [--case NAME ...]
+
+It prints how many architectures were `served`, `bit_identical` and `zero_moved` in all their cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from kvshare import build, fetch
+from kvshare._native import loader
+from kvshare._native.context import Context, Model
+from kvshare.decoder import Decoder
+from kvshare.errors import KvshareError, NativeError
+from kvshare.provider import Offer, Provider
+
+TARGET = "test-llama-archs"
+N_SHORT = 36
+N_LONG = 216  # past every window of these models
+N_DECODE = 3
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to share.
+
+    Attributes:
+        name: for the command line and the report.
+        n_tokens: length of the prompt.
+        context: parameters of all three contexts.
+        seq_id: sequence that is shared.
+        n_other: tokens that sequence 0 holds before, if it is another one.
+        may_refuse: upstream refuses these parameters for some models; not a failure.
+    """
+
+    name: str
+    n_tokens: int
+    context: dict[str, Any]
+    seq_id: int = 0
+    n_other: int = 0
+    may_refuse: bool = False
+
+
+CASES = (
+    Case("short", N_SHORT, {}),
+    Case("short-no-fa", N_SHORT, {"flash_attn": "off"}),
+    Case("long", N_LONG, {"n_ubatch": 32}),
+    Case("long-no-fa", N_LONG, {"n_ubatch": 32, "flash_attn": "off"}),
+    Case("q8_0", N_SHORT, {"type_k": "q8_0", "type_v": "q8_0", "flash_attn": "on"}, may_refuse=True),
+    Case("seq-2-of-4", N_LONG, {"n_ubatch": 32, "n_seq_max": 4}, seq_id=2, n_other=20),
+    Case("seq-2-of-4-unified", N_LONG, {"n_ubatch": 32, "n_seq_max": 4, "kv_unified": True}, seq_id=2, n_other=20),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one case on one architecture.
+
+    Attributes:
+        arch: name of the model file without its ending.
+        case: name of the case.
+        status: `served`, `no-memory`, `refused` (by upstream) or `failed`.
+        identical: the logits equal the local ones, bit for bit.
+        bytes_moved: as `adopt` counted.
+        share_us: time to issue the share.
+        adopt_us: time to adopt.
+        error: why it failed.
+    """
+
+    arch: str
+    case: str
+    status: str
+    identical: bool = False
+    bytes_moved: int = 0
+    share_us: float = 0.0
+    adopt_us: float = 0.0
+    error: str = ""
+
+
+def models(*, jobs: int | None = None) -> Path:
+    """Return the folder with one model per architecture, generated the first time."""
+    program = build.build_target(TARGET, jobs=jobs)
+    folder = fetch.cache_dir() / "models" / f"archs-{fetch.sha256_of(program)[:16]}"
+    complete = folder / "complete"
+    if not complete.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        subprocess.run([program, "-o", folder], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        complete.touch()
+    return folder
+
+
+def run_case(model: Model, arch: str, case: Case) -> Result:
+    """Run one case on one model."""
+    params = {"n_ctx": 1024 * case.context.get("n_seq_max", 1), "n_threads": 1, **case.context}
+    try:
+        local = Context.create(model, **params)
+    except NativeError:
+        return Result(arch, case.name, "refused" if case.may_refuse else "failed", error="no context")
+    with local:
+        if not local.memory:
+            return Result(arch, case.name, "no-memory")
+        return _run_case(model, local, arch, case, params)
+
+
+def _run_case(model: Model, local: Context, arch: str, case: Case, params: dict[str, Any]) -> Result:
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, model.n_vocab, case.n_tokens + N_DECODE).tolist()
+    other = rng.integers(0, model.n_vocab, case.n_other + 1).tolist()
+    prompt, rest = tokens[: case.n_tokens], tokens[case.n_tokens :]
+    with contextlib.ExitStack() as stack:
+        decoder = stack.enter_context(Decoder.open(model, **params))
+        for context in (local, decoder.context):
+            if case.n_other:
+                context.decode(other[:-1], position=0, seq_id=0)
+        near, far = socket.socketpair(socket.AF_UNIX)
+        stack.enter_context(near)
+        stack.enter_context(far)
+        share = stack.enter_context(decoder.share(case.seq_id, n_tokens=case.n_tokens))
+        share.send(near)
+        with Offer.receive(far) as offer, Provider(offer, model, n_threads=1) as provider:
+            provider.prefill(prompt)
+            provider.publish()
+            # the local run at the same place: sums in attention depend on it
+            lease = offer.native_lease()
+        local.library.lib.llama_kv_share_confine(local.handle, case.seq_id, lease, len(lease))
+        adopted = decoder.adopt(share, prompt)
+        if model.has_encoder:
+            local.encode(prompt)
+            decoder.context.encode(prompt)
+        local.decode(prompt, position=0, seq_id=case.seq_id)
+        local.library.lib.llama_kv_share_confine(local.handle, case.seq_id, None, 0)
+        identical = True
+        for i, token in enumerate(rest):
+            identical &= _same(local, decoder.context, [token], case.n_tokens + i, case.seq_id)
+        if case.n_other:
+            identical &= _same(local, decoder.context, other[-1:], case.n_other, 0)
+        return Result(arch, case.name, "served", identical, adopted.bytes_moved, share.t_us, adopted.t_us)
+
+
+def _same(a: Context, b: Context, tokens: list[int], position: int, seq_id: int) -> bool:
+    for context in (a, b):
+        context.decode(tokens, position=position, seq_id=seq_id, logits=True)
+    x, y = a.logits(), b.logits()
+    return x.tobytes() == y.tobytes() and bool(np.isfinite(x).all())
+
+
+def _worker() -> None:
+    """Answer jobs on standard input, `{"path", "case"}` a line, with results on standard output."""
+    cases = {case.name: case for case in CASES}
+    for line in sys.stdin:
+        job = json.loads(line)
+        path = Path(job["path"])
+        results = []
+        try:
+            with Model.open(path) as model:
+                for name in job["cases"]:
+                    try:
+                        results.append(run_case(model, path.stem, cases[name]))
+                    except KvshareError as error:
+                        results.append(Result(path.stem, name, "failed", error=f"{type(error).__name__}: {error}"))
+        except KvshareError as error:
+            results = [Result(path.stem, name, "failed", error=str(error)) for name in job["cases"]]
+        print(json.dumps([asdict(result) for result in results]), flush=True)
+
+
+class _Worker:
+    """A child process that is started again after a model has killed it."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[str] | None = None
+
+    def run(self, path: Path, cases: list[str]) -> list[Result]:
+        if self.process is None:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.architectures", "--worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env={**os.environ, loader.ENVIRONMENT: str(loader.load().path)},
+            )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"path": str(path), "cases": cases}) + "\n")
+        self.process.stdin.flush()
+        ready, _, _ = select.select([self.process.stdout], [], [], TIMEOUT_S)
+        line = self.process.stdout.readline() if ready else ""
+        if line:
+            return [Result(**each) for each in json.loads(line)]
+        self.process.kill()
+        status = self.process.wait()
+        self.process = None
+        if len(cases) > 1:  # find out which one it was
+            return [result for case in cases for result in self.run(path, [case])]
+        return [Result(path.stem, cases[0], "failed", error=f"process ended with status {status}")]
+
+    def close(self) -> None:
+        if self.process is not None and self.process.stdin is not None:
+            self.process.stdin.close()
+            self.process.wait()
+
+
+def run(paths: list[Path], cases: list[str], *, n_workers: int | None = None) -> Iterator[list[Result]]:
+    """Run cases on models, in child processes; yield the results of each model as they come."""
+    n_workers = n_workers or len(os.sched_getaffinity(0))
+    workers = [_Worker() for _ in range(n_workers)]
+    free = list(workers)
+
+    def one(path: Path) -> list[Result]:
+        worker = free.pop()
+        try:
+            return worker.run(path, cases)
+        finally:
+            free.append(worker)
+
+    try:
+        with ThreadPoolExecutor(n_workers) as pool:
+            yield from pool.map(one, paths)
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def summary(results: list[list[Result]]) -> dict[str, Any]:
+    """Count architectures: one is served, identical or unmoved if it is in all its cases."""
+    with_memory = [each for each in results if any(result.status != "no-memory" for result in each)]
+    counted = [[result for result in each if result.status != "refused"] for each in with_memory]
+    bad = [
+        result
+        for each in counted
+        for result in each
+        if result.status != "served" or not result.identical or result.bytes_moved
+    ]
+    return {
+        "total": len(results),
+        "without_memory": len(results) - len(with_memory),
+        "served": sum(all(result.status == "served" for result in each) for each in counted),
+        "bit_identical": sum(all(result.identical for result in each) for each in counted),
+        "zero_moved": sum(all(result.status == "served" and not result.bytes_moved for result in each) for each in counted),
+        "failures": [asdict(result) for result in bad],
+    }
+
+
+def _table(results: list[list[Result]], cases: list[str]) -> Table:
+    table = Table(title="architectures by case")
+    for column in ("case", "served", "bit-identical", "zero moved", "refused upstream", "share us", "adopt us"):
+        table.add_column(column, justify="left" if column == "case" else "right")
+    for name in cases:
+        mine = [result for each in results for result in each if result.case == name]
+        served = [result for result in mine if result.status == "served"]
+        table.add_row(
+            name,
+            str(len(served)),
+            str(sum(result.identical for result in served)),
+            str(sum(not result.bytes_moved for result in served)),
+            str(sum(result.status == "refused" for result in mine)),
+            f"{np.median([result.share_us for result in served] or [0]):.0f}",
+            f"{np.median([result.adopt_us for result in served] or [0]):.0f}",
+        )
+    return table
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; exit status 0 only if every architecture passes every case."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.architectures", description=__doc__.split("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--arch", default="", metavar="REGEX", help="only models whose name matches")
+    parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="only this case")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.worker:
+        _worker()
+        return 0
+    console = Console(stderr=True)
+    start = time.monotonic()
+    with console.status("building and generating the models"):
+        loader.load()
+        folder = models()
+    paths = sorted(path for path in folder.glob("*.gguf") if re.search(args.arch, path.stem))
+    cases = args.case or [case.name for case in CASES]
+    results: list[list[Result]] = []
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("architectures", total=len(paths))
+        for each in run(paths, cases):
+            results.append(each)
+            progress.advance(task)
+    report = summary(results)
+    if args.json:
+        print(json.dumps(report, indent=1))
+    else:
+        out = Console()
+        out.print(_table(results, cases))
+        out.print({name: value for name, value in report.items() if name != "failures"})
+        for failure in report["failures"]:
+            out.print(f"{failure['arch']} {failure['case']}: {failure['status']} {failure['error']}", highlight=False)
+        out.print(f"{time.monotonic() - start:.0f} s")
+    return 0 if report["served"] == len(results) - report["without_memory"] and not report["failures"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
