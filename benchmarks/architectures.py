@@ -75,7 +75,13 @@ CASES = (
     Case("long-no-fa", N_LONG, {"n_ubatch": 32, "flash_attn": "off"}),
     Case("q8_0", N_SHORT, {"type_k": "q8_0", "type_v": "q8_0", "flash_attn": "on"}, may_refuse=True),
     Case("seq-2-of-4", N_LONG, {"n_ubatch": 32, "n_seq_max": 4}, seq_id=2, n_other=20),
-    Case("seq-2-of-4-unified", N_LONG, {"n_ubatch": 32, "n_seq_max": 4, "kv_unified": True}, seq_id=2, n_other=20),
+    Case(
+        "seq-2-of-4-unified",
+        N_LONG,
+        {"n_ubatch": 32, "n_seq_max": 4, "kv_unified": True},
+        seq_id=2,
+        n_other=20,
+    ),
 )
 
 
@@ -111,7 +117,9 @@ def models(*, jobs: int | None = None) -> Path:
     complete = folder / "complete"
     if not complete.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        subprocess.run([program, "-o", folder], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            [program, "-o", folder], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         complete.touch()
     return folder
 
@@ -184,7 +192,9 @@ def _worker() -> None:
                     try:
                         results.append(run_case(model, path.stem, cases[name]))
                     except KvshareError as error:
-                        results.append(Result(path.stem, name, "failed", error=f"{type(error).__name__}: {error}"))
+                        results.append(
+                            Result(path.stem, name, "failed", error=f"{type(error).__name__}: {error}")
+                        )
         except KvshareError as error:
             results = [Result(path.stem, name, "failed", error=str(error)) for name in job["cases"]]
         print(json.dumps([asdict(result) for result in results]), flush=True)
@@ -206,7 +216,8 @@ class _Worker:
                 text=True,
                 env={**os.environ, loader.ENVIRONMENT: str(loader.load().path)},
             )
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.stdin.write(json.dumps({"path": str(path), "cases": cases}) + "\n")
         self.process.stdin.flush()
         ready, _, _ = select.select([self.process.stdout], [], [], TIMEOUT_S)
@@ -262,14 +273,24 @@ def summary(results: list[list[Result]]) -> dict[str, Any]:
         "without_memory": len(results) - len(with_memory),
         "served": sum(all(result.status == "served" for result in each) for each in counted),
         "bit_identical": sum(all(result.identical for result in each) for each in counted),
-        "zero_moved": sum(all(result.status == "served" and not result.bytes_moved for result in each) for each in counted),
+        "zero_moved": sum(
+            all(result.status == "served" and not result.bytes_moved for result in each) for each in counted
+        ),
         "failures": [asdict(result) for result in bad],
     }
 
 
 def _table(results: list[list[Result]], cases: list[str]) -> Table:
     table = Table(title="architectures by case")
-    for column in ("case", "served", "bit-identical", "zero moved", "refused upstream", "share us", "adopt us"):
+    for column in (
+        "case",
+        "served",
+        "bit-identical",
+        "zero moved",
+        "refused upstream",
+        "share us",
+        "adopt us",
+    ):
         table.add_column(column, justify="left" if column == "case" else "right")
     for name in cases:
         mine = [result for each in results for result in each if result.case == name]
@@ -288,10 +309,14 @@ def _table(results: list[list[Result]], cases: list[str]) -> Table:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; exit status 0 only if every architecture passes every case."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.architectures", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.architectures", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--arch", default="", metavar="REGEX", help="only models whose name matches")
-    parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="only this case")
+    parser.add_argument(
+        "--case", action="append", choices=[case.name for case in CASES], help="only this case"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.worker:
@@ -318,7 +343,10 @@ def main(argv: list[str] | None = None) -> int:
         out.print(_table(results, cases))
         out.print({name: value for name, value in report.items() if name != "failures"})
         for failure in report["failures"]:
-            out.print(f"{failure['arch']} {failure['case']}: {failure['status']} {failure['error']}", highlight=False)
+            out.print(
+                f"{failure['arch']} {failure['case']}: {failure['status']} {failure['error']}",
+                highlight=False,
+            )
         out.print(f"{time.monotonic() - start:.0f} s")
     return 0 if report["served"] == len(results) - report["without_memory"] and not report["failures"] else 1
 

@@ -41,13 +41,28 @@ from kvshare.errors import (
 )
 
 if TYPE_CHECKING:
+    from kvshare._native.context import Context, Model
+    from kvshare._native.loader import load
     from kvshare.build import find_build
+    from kvshare.decoder import Adopted, Decoder, Share, exporting
     from kvshare.models import check_gguf
+    from kvshare.provider import Offer, Provider, importing, serve
 
 __version__ = "0.1.0"
 
 # name -> module that defines it, imported at first use (PEP 562)
 _LAZY = {
+    "Adopted": "kvshare.decoder",
+    "Context": "kvshare._native.context",
+    "Decoder": "kvshare.decoder",
+    "Model": "kvshare._native.context",
+    "Offer": "kvshare.provider",
+    "Provider": "kvshare.provider",
+    "Share": "kvshare.decoder",
+    "exporting": "kvshare.decoder",
+    "importing": "kvshare.provider",
+    "load": "kvshare._native.loader",
+    "serve": "kvshare.provider",
     "check_gguf": "kvshare.models",
     "find_build": "kvshare.build",
 }
@@ -55,8 +70,11 @@ _LAZY = {
 __all__ = [
     "AbiMismatchError",
     "AdoptError",
+    "Adopted",
     "BuildError",
+    "Context",
     "DeadlineExceededError",
+    "Decoder",
     "DescriptorError",
     "ExpiredError",
     "KvshareError",
@@ -69,21 +87,29 @@ __all__ = [
     "LibraryUnpatchedError",
     "LocalProtocolError",
     "MismatchError",
+    "Model",
     "ModelError",
     "NativeError",
     "NoFreeCellsError",
     "NotShareableError",
+    "Offer",
     "PatchError",
     "PeerClosedError",
     "PeerError",
     "PeerRefusedError",
     "ProtocolError",
+    "Provider",
     "RemoteProtocolError",
     "ReplayError",
     "SemanticsMismatchError",
     "SequenceInUseError",
+    "Share",
     "check_gguf",
+    "exporting",
     "find_build",
+    "importing",
+    "load",
+    "serve",
 ]
 
 

@@ -21,6 +21,7 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import tarfile
 import tempfile
@@ -196,6 +197,7 @@ def build(
     cmake, compiler = _tools(cmake_args)
     pin = patches.pin()
     series = patches.load_series()
+    checkout = _checkout(source, series) if source else None
     definitions, flags = _options(cmake_args, commit=None if source else pin.commit)
     options = [*(f"-D{name}={value}" for name, value in sorted(definitions.items())), *flags]
     machine = _machine()
@@ -208,9 +210,9 @@ def build(
             os.utime(path / MANIFEST)  # the newest build is the one that is found
             return done
         require_space(make_dir(path), NEEDED_NBYTES if done is None else NEEDED_NBYTES // 6)
-        if source:  # its library is about to change; the pinned tree's is not, whatever the targets
+        if checkout:  # its library is about to change; the pinned tree's is not, whatever the targets
             (path / MANIFEST).unlink(missing_ok=True)
-        tree = _checkout(source, series) if source else _pinned_tree(series, progress)
+        tree = checkout or _pinned_tree(series, progress)
         compile_targets(tree, path, options, wanted, cmake=cmake, jobs=jobs, progress=progress)
         library = path / "tree" / "bin" / "libllama.so"
         if not library.is_file():
@@ -350,6 +352,7 @@ def _run(command: list[str], log: TextIO, step: str, progress: Progress) -> None
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
+        start_new_session=True,
     ) as process:
         assert process.stdout is not None
         try:
@@ -363,7 +366,7 @@ def _run(command: list[str], log: TextIO, step: str, progress: Progress) -> None
                 elif not counted:
                     progress(step, int(time.monotonic() - start), None)
         except BaseException:
-            process.terminate()
+            os.killpg(process.pid, signal.SIGTERM)  # CMake alone would leave ninja running
             process.wait()
             raise
     if process.returncode == 0:

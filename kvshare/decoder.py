@@ -4,7 +4,7 @@ The order of things, for one share:
 
 1. `share` takes cells (a lease) for an empty sequence and issues a ledger. Nobody else gets these
    cells, and attention does not see them.
-2. `Share.send` hands descriptors of the cache and of the ledger to a provider.
+2. `Share.send` hands descriptors of the cache and of the ledger to a provider, `Share.wait` waits for it.
 3. The provider fills the cells, and vouches in the ledger for what it did.
 4. `adopt` copies the ledger, checks the copy against what the decoder knows itself, and enters the
    cells into the sequence. No byte of K and V is copied.
@@ -15,13 +15,14 @@ empty as before.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import ctypes
 import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -29,14 +30,23 @@ from typing import Any
 from kvshare import fds, wire
 from kvshare._native import loader, signatures
 from kvshare._native.context import Context, Model
-from kvshare.errors import ExpiredError, KvshareError, LocalProtocolError, NotShareableError, ReplayError
+from kvshare.errors import (
+    ExpiredError,
+    KvshareError,
+    LedgerIncompleteError,
+    LocalProtocolError,
+    NotShareableError,
+    RemoteProtocolError,
+    ReplayError,
+)
 from kvshare.layout import Layout, canonical_json
 from kvshare.ledger import Ledger, LedgerState
 from kvshare.wire import ShareState
 
 DEFAULT_EXPIRES_MS = 60_000
 
-# what a blob may need: 24 bytes a cell and cache, and an extent for each row of a transposed V
+# room for the largest metadata: about 24 bytes a cell and cache, and 24 a row of a transposed V; only
+# the pages that are written cost memory
 _LEDGER_CAPACITY_NBYTES = 64 << 20
 
 
@@ -114,6 +124,8 @@ class Share:
         self._descriptors = tuple(descriptors)
         self._deadline = deadline
         self._state = ShareState.ISSUED
+        self._connection: socket.socket | None = None
+        self._own_connection: socket.socket | None = None
 
     @property
     def state(self) -> ShareState:
@@ -139,17 +151,65 @@ class Share:
             PeerError: nobody listens, another uid, closed, too slow.
             LocalProtocolError: the share has ended.
 
-        *Ownership*: the provider gets descriptors of its own.
+        *Ownership*: the provider gets descriptors of its own. A connection made here is closed when the
+            share ends; a socket that was given stays the caller's.
         """
         if not self.state.live:
             raise LocalProtocolError(f"this share is {self._state.value}, it cannot be sent")
+        if self._connection is not None:
+            raise LocalProtocolError("this share was sent already")
         if isinstance(target, socket.socket):
             fds.require_peer_uid(target)
-            fds.send_message(target, wire.encode(self.header), self._descriptors, deadline=deadline)
-            return
-        with fds.connect_unix(target, deadline=deadline) as connection:
-            fds.require_peer_uid(connection)
-            fds.send_message(connection, wire.encode(self.header), self._descriptors, deadline=deadline)
+            connection = target
+        else:
+            connection = self._own_connection = fds.connect_unix(target, deadline=deadline)
+        fds.send_message(connection, wire.encode(self.header), self._descriptors, deadline=deadline)
+        self._connection = connection
+
+    def wait(
+        self, *, deadline: float | None = None, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Wait for the provider's word that it is done, on the connection that the share was sent on.
+
+        `adopt` looks at the ledger, not at this word.
+
+        Args:
+            deadline: `time.monotonic()` value; None means when the share expires.
+            progress: called with the number of tokens that are done, and of all.
+
+        Raises:
+            PeerClosedError: the provider closed the connection, or died, before it was done.
+            DeadlineExceededError: it was not done in time.
+            LedgerIncompleteError: it says that it has failed, and why.
+            LocalProtocolError: the share was not sent.
+        """
+        if self._connection is None:
+            raise LocalProtocolError("send the share before you wait for its provider")
+        deadline = self._deadline if deadline is None else min(deadline, self._deadline)
+        while True:
+            payload, descriptors = fds.receive_message(self._connection, deadline=deadline, max_fds=0)
+            assert not descriptors
+            message = wire.decode(payload)
+            if isinstance(message, wire.Outcome) and message.share_id == self.share_id:
+                if not message.ok:
+                    raise LedgerIncompleteError(f"the provider failed: {message.error}")
+                return
+            if isinstance(message, wire.Progress) and message.share_id == self.share_id:
+                if progress:
+                    progress(message.n_filled, message.n_tokens)
+                continue
+            raise RemoteProtocolError(f"unexpected {type(message).__name__} from the provider")
+
+    @property
+    def provider_pid(self) -> int:
+        """Process id of the provider, as the kernel says.
+
+        Raises:
+            LocalProtocolError: the share was not sent.
+        """
+        if self._connection is None:
+            raise LocalProtocolError("this share was not sent")
+        return fds.peer_credentials(self._connection).pid
 
     def release(self) -> None:
         """Give the lease back, zero its cells; idempotent."""
@@ -335,6 +395,7 @@ class Decoder:
             raise ExpiredError(f"share {share.share_id} has expired")
         if not state.live:
             raise ReplayError(f"share {share.share_id} is {state.value} already")
+        ids = array.array("i", tokens)
         record = share.ledger.snapshot()
         if record.state in (LedgerState.ISSUED, LedgerState.FILLING):
             # not an end: the provider is still at it
@@ -342,7 +403,7 @@ class Decoder:
                 share_id=share.share_id,
                 layout=self._layout_digest,
                 semantics=None,
-                tokens=tokens,
+                tokens=ids,
                 sample_digest=None,
             )
         adopted = signatures.Adopted()
@@ -351,7 +412,7 @@ class Decoder:
                 share_id=share.share_id,
                 layout=self._layout_digest,
                 semantics=None if allow_other_semantics else share.header.semantics,
-                tokens=tokens,
+                tokens=ids,
                 sample_digest=None,  # the library compares it, before it changes anything
             )
             handle = self.context.handle
@@ -359,7 +420,7 @@ class Decoder:
                 self._lib.llama_kv_share_adopt(
                     handle,
                     share.seq_id,
-                    len(tokens),
+                    len(ids),
                     record.blob,
                     len(record.blob),
                     record.sample_digest,
@@ -370,9 +431,9 @@ class Decoder:
                     handle,
                     share.seq_id,
                     share.header.cells[0][0][0],
-                    len(tokens),
+                    len(ids),
                     0,
-                    (ctypes.c_int32 * len(tokens))(*tokens),
+                    (ctypes.c_int32 * len(ids)).from_buffer(ids),
                     record.sample_digest,
                     ctypes.byref(adopted),
                 )
@@ -419,6 +480,8 @@ class Decoder:
     def _forget(self, share: Share) -> None:
         self._shares.pop(share.share_id, None)
         share.ledger.close()
+        if share._own_connection is not None:
+            share._own_connection.close()
 
     def _expire(self) -> None:
         for share in list(self._shares.values()):

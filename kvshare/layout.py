@@ -24,7 +24,9 @@ Json = Any
 
 def canonical_json(value: Json) -> bytes:
     """Serialize a JSON value the one way in which it is hashed."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    ).encode()
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,8 @@ class Mapping:
             self._map.close()
         except BufferError:
             raise LocalProtocolError(
-                "a numpy view of this mapping is still in use", hint="drop the views (del, end of scope) first"
+                "a numpy view of this mapping is still in use",
+                hint="drop the views (del, end of scope) first",
             ) from None
 
     def __enter__(self) -> Mapping:

@@ -426,7 +426,8 @@ def check(tree: Path, series: Series | None = None) -> TreeReport:
         tree: root of a llama.cpp source tree, a git checkout or a plain one.
         series: the series to look for; by default the one of this package.
 
-    Source: none; judged by the content of every file that the series touches.
+    Raises:
+        PatchError: the folder, or a file that the series touches, cannot be read.
     """
     return _examine(tree, series or load_series())[0]
 
@@ -508,7 +509,7 @@ def _examine(tree: Path, series: Series) -> tuple[TreeReport, Contents, Contents
     if len(absent) < len(backward):
         reason = (
             f"{tree} is half patched: {len(backward) - len(absent)} of {len(backward)} hunks are in; "
-            f"missing: {_listed(absent)}"
+            f"missing or changed: {_listed(absent)}"
         )
         return report("partial", reason, "restore the files that the series touches, then try again")
     reason = (

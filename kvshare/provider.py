@@ -14,13 +14,14 @@ import contextlib
 import ctypes
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
 from kvshare import fds, mapping, wire
 from kvshare._native import signatures
-from kvshare._native.context import Context, Model
+from kvshare._native.context import FLASH_ATTN, TYPES, Context, Model
 from kvshare.errors import (
     KvshareError,
     LayoutMismatchError,
@@ -57,7 +58,16 @@ _CONTEXT_PARAMS = (
 )
 
 # those that size the cache or decide how it is laid out: named first when layouts differ
-_LAYOUT_PARAMS = ("n_ctx", "n_seq_max", "n_rs_seq", "kv_unified", "type_k", "type_v", "flash_attn_type", "swa_full")
+_LAYOUT_PARAMS = (
+    "n_ctx",
+    "n_seq_max",
+    "n_rs_seq",
+    "kv_unified",
+    "type_k",
+    "type_v",
+    "flash_attn_type",
+    "swa_full",
+)
 
 
 class Offer:
@@ -86,6 +96,8 @@ class Offer:
         try:
             wire.check_descriptors(header, len(descriptors))
             for entry in header.regions:
+                if entry.kind != "memfd":
+                    raise NotShareableError(f"regions of kind {entry.kind} cannot be imported yet")
                 fd = descriptors[entry.fd].fileno()
                 fds.require_seals(fd)
                 if entry.offset + entry.size > fds.fd_size(fd):
@@ -155,7 +167,7 @@ class Offer:
     def native_lease(self) -> Any:
         """Return the leased cells as the array of structs that a confinement takes."""
         ranges = [(i, a, b) for i, cache in enumerate(self.header.cells) for a, b in cache]
-        return (signatures.Range * len(ranges))(*ranges)
+        return (signatures.Range * len(ranges))(*(signatures.Range(*each) for each in ranges))
 
     def views(self) -> list[mapping.LayerView]:
         """Return K and V of every layer; see `mapping.LayerView` for shapes.
@@ -256,7 +268,10 @@ class Provider:
     Attributes:
         offer: what it was built on.
         context: the context.
+        prefill_ms: time of the last prefill.
     """
+
+    prefill_ms = 0.0
 
     def __init__(
         self,
@@ -348,11 +363,13 @@ class Provider:
             if progress:
                 progress(n_done)
 
+        start = time.perf_counter_ns()
         ledger.begin(layout=self.offer.header.layout, semantics=self._semantics)
         if self.context.model.has_encoder:
             self.context.encode(tokens)
         self.context.decode(tokens, position=0, seq_id=self.offer.seq_id, progress=advance)
         self._tokens = list(tokens)
+        self.prefill_ms = (time.perf_counter_ns() - start) / 1e6
 
     def _require_room(self, n_tokens: int) -> None:
         for cache, cells in zip(self.offer.layout.caches, self.offer.header.cells, strict=True):
@@ -394,8 +411,6 @@ class Provider:
 
 
 def _number(name: str, value: Any) -> Any:
-    from kvshare._native.context import FLASH_ATTN, TYPES
-
     if isinstance(value, str):
         table = FLASH_ATTN if name == "flash_attn_type" else TYPES
         if value not in table:
@@ -424,10 +439,52 @@ def serve(
         options: as for `Provider`.
 
     Raises:
-        KvshareError: what went wrong; it stands in the ledger as well, if one had arrived.
+        KvshareError: what went wrong; the decoder is told, and the ledger says it.
     """
-    with fds.listen_unix(path) as listener, fds.accept_unix(listener, deadline=deadline) as connection:
-        with Offer.receive(connection, deadline=deadline) as offer:
-            with Provider(offer, model, **options) as provider:
-                provider.prefill(tokens, progress=progress)
-                provider.publish()
+    with (
+        fds.listen_unix(path) as listener,
+        serving(listener, model, tokens, deadline=deadline, progress=progress, **options),
+    ):
+        pass
+
+
+@contextlib.contextmanager
+def serving(
+    listener: socket.socket,
+    model: Model,
+    tokens: Sequence[int],
+    *,
+    deadline: float | None = None,
+    progress: Callable[[int], None] | None = None,
+    **options: Any,
+) -> Iterator[Provider]:
+    """Serve the next share that arrives at a listening socket; as `serve`.
+
+    Yields:
+        The provider, after it has vouched and the decoder was told. Its context and mappings are
+        there until the end of the block.
+    """
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(fds.accept_unix(listener, deadline=deadline))
+        offer = stack.enter_context(Offer.receive(connection, deadline=deadline))
+
+        def tell(message: wire.Message) -> None:
+            # a decoder that does not wait, or is gone, adopts by the ledger, or not at all
+            with contextlib.suppress(KvshareError, OSError):
+                fds.send_message(connection, wire.encode(message))
+
+        def advance(n_filled: int) -> None:
+            tell(wire.Progress(share_id=offer.header.share_id, n_filled=n_filled, n_tokens=len(tokens)))
+            if progress:
+                progress(n_filled)
+
+        try:
+            provider = stack.enter_context(Provider(offer, model, **options))
+            provider.prefill(tokens, progress=advance)
+            provider.publish()
+        except Exception as error:
+            offer.fail(f"{type(error).__name__}: {error}")
+            tell(wire.Outcome(share_id=offer.header.share_id, ok=False, error=str(error)))
+            raise
+        tell(wire.Outcome(share_id=offer.header.share_id, ok=True))
+        yield provider

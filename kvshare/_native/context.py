@@ -344,6 +344,10 @@ class Context:
         """Remove a sequence from the cache."""
         self.library.llama.llama_memory_seq_rm(self.memory, seq_id, -1, -1)
 
+    def forget(self) -> None:
+        """Remove all sequences, and zero the memory of the cache."""
+        self.library.llama.llama_memory_clear(self.memory, True)
+
     def save(self, path: str | os.PathLike[str], tokens: Sequence[int], *, seq_id: int = 0) -> int:
         """Save a sequence to a state file with llama.cpp's own function; return the bytes written."""
         ids = (ctypes.c_int32 * len(tokens))(*tokens)

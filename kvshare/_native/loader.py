@@ -63,6 +63,17 @@ def loaded() -> Library | None:
     return _loaded
 
 
+def find(path: str | os.PathLike[str] | None = None) -> Path:
+    """Return the file that `load` would load, without loading it.
+
+    Raises:
+        LibraryNotFoundError: nothing there, or no cached build.
+    """
+    found, _ = _find(path, is_bound=False)
+    assert found is not None
+    return found
+
+
 def load(path: str | os.PathLike[str] | None = None) -> Library:
     """Load the patched libllama, or return it if it is loaded.
 
@@ -86,6 +97,26 @@ def load(path: str | os.PathLike[str] | None = None) -> Library:
             return _loaded
         _loaded = _load(path)
         return _loaded
+
+
+def backends(library: Library) -> list[str]:
+    """Return the devices that the library can compute on, `NAME (description)`."""
+    # symbols of libggml are found through the handle of libllama, which depends on it
+    ggml = library.lib
+    ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
+    ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
+    ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
+    for function in (ggml.ggml_backend_dev_name, ggml.ggml_backend_dev_description):
+        function.restype, function.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
+    names = []
+    for index in range(ggml.ggml_backend_dev_count()):
+        device = ggml.ggml_backend_dev_get(index)
+        name, description = (
+            function(device).decode(errors="replace").strip()
+            for function in (ggml.ggml_backend_dev_name, ggml.ggml_backend_dev_description)
+        )
+        names.append(f"{name} ({description})")
+    return names
 
 
 def _load(path: str | os.PathLike[str] | None) -> Library:
@@ -129,7 +160,8 @@ def _library_file(path: Path) -> Path:
     file = path / "libllama.so" if path.is_dir() else path
     if not file.is_file():
         raise LibraryNotFoundError(
-            f"no libllama at {file}", hint="name libllama.so or the folder that holds it, or run `kvshare build`"
+            f"no libllama at {file}",
+            hint="name libllama.so or the folder that holds it, or run `kvshare build`",
         )
     return file
 

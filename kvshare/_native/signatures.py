@@ -8,7 +8,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import POINTER, c_bool, c_char, c_char_p, c_float, c_int32, c_int64, c_size_t, c_uint8, c_uint32, c_uint64
+from ctypes import (
+    POINTER,
+    c_bool,
+    c_char,
+    c_char_p,
+    c_float,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint8,
+    c_uint32,
+    c_uint64,
+)
 from typing import Any, NamedTuple
 
 from kvshare._native import errcheck
@@ -123,7 +135,8 @@ FUNCTIONS: dict[str, Function] = {
         c_int32, [ContextPointer, c_int32, POINTER(ContextParams)], errcheck.status
     ),
     # int64_t llama_kv_share_regions(
-    #     struct llama_context * ctx, llama_seq_id seq_id, struct llama_kv_share_region * regions, size_t n_max);
+    #     struct llama_context * ctx, llama_seq_id seq_id,
+    #     struct llama_kv_share_region * regions, size_t n_max);
     "llama_kv_share_regions": Function(
         c_int64, [ContextPointer, c_int32, POINTER(Region), c_size_t], errcheck.status
     ),
@@ -132,14 +145,16 @@ FUNCTIONS: dict[str, Function] = {
     "llama_kv_share_layout": Function(
         c_int64, [ContextPointer, c_int32, c_char_p, c_size_t, POINTER(Digest)], errcheck.status
     ),
-    # int64_t llama_kv_share_semantics(struct llama_context * ctx, char * text, size_t size, uint8_t digest[32]);
+    # int64_t llama_kv_share_semantics(struct llama_context * ctx, char * text, size_t size,
+    #     uint8_t digest[32]);
     "llama_kv_share_semantics": Function(
         c_int64, [ContextPointer, c_char_p, c_size_t, POINTER(Digest)], errcheck.status
     ),
     # int32_t llama_kv_share_reserve(struct llama_context * ctx, llama_seq_id seq_id, uint32_t n_tokens);
     "llama_kv_share_reserve": Function(c_int32, [ContextPointer, c_int32, c_uint32], errcheck.status),
     # int64_t llama_kv_share_lease(
-    #     struct llama_context * ctx, llama_seq_id seq_id, struct llama_kv_share_range * ranges, size_t n_max);
+    #     struct llama_context * ctx, llama_seq_id seq_id,
+    #     struct llama_kv_share_range * ranges, size_t n_max);
     "llama_kv_share_lease": Function(
         c_int64, [ContextPointer, c_int32, POINTER(Range), c_size_t], errcheck.status
     ),
@@ -171,12 +186,14 @@ FUNCTIONS: dict[str, Function] = {
         errcheck.status,
     ),
     # int32_t llama_kv_share_confine(
-    #     struct llama_context * ctx, llama_seq_id seq_id, const struct llama_kv_share_range * ranges, size_t n_ranges);
+    #     struct llama_context * ctx, llama_seq_id seq_id,
+    #     const struct llama_kv_share_range * ranges, size_t n_ranges);
     "llama_kv_share_confine": Function(
         c_int32, [ContextPointer, c_int32, POINTER(Range), c_size_t], errcheck.status
     ),
     # int64_t llama_kv_share_publish(
-    #     struct llama_context * ctx, llama_seq_id seq_id, uint8_t * metadata, size_t size, uint8_t sample[32]);
+    #     struct llama_context * ctx, llama_seq_id seq_id, uint8_t * metadata, size_t size,
+    #     uint8_t sample[32]);
     "llama_kv_share_publish": Function(
         c_int64, [ContextPointer, c_int32, c_char_p, c_size_t, POINTER(Digest)], errcheck.status
     ),

@@ -25,7 +25,7 @@ from kvshare.errors import KvshareError
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-COMMANDS = ("build", "patch")
+COMMANDS = ("demo", "doctor", "build", "patch")
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
@@ -33,6 +33,8 @@ EXIT_TERMINATED = 143
 
 _EPILOG = """\
 examples:
+  kvshare demo                      the handoff, in two processes, on a real model
+  kvshare doctor                    is everything there?
   kvshare build                     fetch, patch and compile the pinned llama.cpp
   kvshare patch check ~/llama.cpp   does the series fit a tree of yours?
 

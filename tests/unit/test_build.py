@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -306,6 +307,30 @@ def test_interrupt_leaves_a_build_that_goes_on(toy: Toy) -> None:
     assert build.find_build() is None
     assert build.build()
     assert toy.downloads == 1
+
+
+def test_interrupt_ends_the_compilers_too(toy: Toy) -> None:
+    toy.cmake(compile_=f"echo $$ > {toy.bin}/pid; echo '[1/2] one'; sleep 600 & wait")
+
+    def interrupt(step: str, done: int, total: int | None) -> None:
+        if done == 1 and total == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build.build(progress=interrupt)
+    group = int((toy.bin / "pid").read_text())
+    deadline = time.monotonic() + 10
+    while _runs(group) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _runs(group)
+
+
+def _runs(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_changed_cached_source_is_refused(toy: Toy) -> None:

@@ -32,6 +32,7 @@ MAY_IMPORT["prefix"] = {*MAY_IMPORT}
 MAY_IMPORT["server"] = {"errors", "layout", "wire"}
 MAY_IMPORT["engine"] = {*MAY_IMPORT}
 MAY_IMPORT["testing"] = MAY_IMPORT["cli"] = {*MAY_IMPORT}
+MAY_IMPORT["__main__"] = {"cli"}
 MAY_IMPORT[""] = {*MAY_IMPORT} - {"cli", "testing"}
 
 

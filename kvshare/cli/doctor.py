@@ -1,0 +1,171 @@
+"""`kvshare doctor`: what is there, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvshare.errors import KvshareError
+
+if TYPE_CHECKING:
+    from kvshare.cli import Subparsers
+
+_EPILOG = """\
+examples:
+  kvshare doctor                                   check everything
+  KVSHARE_LIBRARY=~/llama.cpp/build/bin kvshare doctor   check a library of your own
+  kvshare doctor --json                            the same for programs
+
+The library is searched in this order: --library, $KVSHARE_LIBRARY, the cached build.
+Exit status 0 if caches can be shared on this machine, else that of the first problem.
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: stable name.
+        ok: whether it is as it should be.
+        found: what was found.
+        advice: what to do if it is not ok.
+    """
+
+    name: str
+    ok: bool
+    found: str
+    advice: str = ""
+
+
+def register(subparsers: Subparsers) -> None:
+    """Add the parser of `kvshare doctor`."""
+    from kvshare.cli import add_command
+
+    parser = add_command(
+        subparsers,
+        "doctor",
+        "check the library, the machine and the cache folder",
+        epilog=_EPILOG,
+        json_help="print one JSON object with all checks",
+    )
+    parser.add_argument("--library", metavar="PATH", help="libllama.so, or the folder that holds it")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run `kvshare doctor`."""
+    checks, library, status = _checks(args.library)
+    ok = all(check.ok for check in checks)
+    if args.json:
+        print(json.dumps({"ok": ok, "library": library, "checks": [asdict(check) for check in checks]}))
+    else:
+        _print(checks)
+    return 0 if ok else status
+
+
+def _print(checks: list[Check]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for check in checks:
+        mark = "[green]ok[/green]" if check.ok else "[red]problem[/red]"
+        table.add_row(mark, check.name, check.found)
+        if not check.ok and check.advice:
+            table.add_row("", "", f"-> {check.advice}")
+    Console().print(table)
+
+
+def _checks(path: str | None) -> tuple[list[Check], dict[str, Any] | None, int]:
+    """Return all checks, the facts of the library, and the exit status if a check is not ok."""
+    from kvshare import fds
+
+    memfd, details = fds.memfd_supported()
+    limit = _descriptor_limit()
+    library, found, status = _library(path)
+    return (
+        [
+            Check(
+                "python",
+                sys.version_info >= (3, 10),
+                f"{platform.python_version()} at {sys.executable}",
+                "use Python 3.10 or newer",
+            ),
+            Check(
+                "system",
+                sys.platform == "linux",
+                f"{platform.system()} {platform.release()}",
+                "kvshare needs Linux",
+            ),
+            Check("memfd and seals", memfd, details, "allow memfd_create (seccomp, container policy)"),
+            Check("descriptors", limit >= 256, f"at most {limit} a process", "raise it: ulimit -n 1024"),
+            *found,
+            _cache(),
+        ],
+        library,
+        status,
+    )
+
+
+def _library(path: str | None) -> tuple[dict[str, Any] | None, list[Check], int]:
+    """Load the library for real: this process ends soon."""
+    from kvshare import patches
+    from kvshare._native import loader
+
+    try:
+        found = loader.load(path)
+    except KvshareError as error:
+        return None, [Check("library", False, str(error), error.hint or "")], error.exit_code
+    pin = patches.pin()
+    backends = loader.backends(found)
+    facts: dict[str, Any] = {
+        "path": str(found.path),
+        "found_by": found.found_by,
+        "abi": found.abi,
+        "upstream": found.upstream,
+        "series": found.series,
+        "backends": backends,
+    }
+    checks = [
+        Check("library", True, f"{found.path} (found by {found.found_by})"),
+        Check("abi", True, str(found.abi)),
+        Check(
+            "upstream",
+            found.upstream == pin.commit,
+            f"{found.upstream[:12]} of {pin.package} {pin.version}",
+            "run `kvshare build`",
+        ),
+        Check("patch series", True, found.series[:12]),
+        Check("backends", bool(backends), ", ".join(backends) or "none", "build with a backend"),
+    ]
+    return facts, checks, KvshareError.exit_code
+
+
+def _descriptor_limit() -> int:
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def _cache() -> Check:
+    import shutil
+
+    from kvshare import fetch
+
+    folder = fetch.cache_dir()
+    place = folder
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    writable = os.access(place, os.W_OK)
+    return Check(
+        "cache folder",
+        writable,
+        f"{folder}, {free / 2**30:.1f} GiB free",
+        "choose another one with $KVSHARE_CACHE",
+    )
