@@ -235,13 +235,15 @@ class Decoder:
         layout: what the bytes of its cache are.
     """
 
-    def __init__(self, context: Context, *, owns_model: bool = False) -> None:
+    def __init__(self, context: Context, *, owns_model: bool = False, llama: Any = None) -> None:
         self.context = context
         self._owns_model = owns_model
+        self._llama = llama
         self._lib = context.library.lib
         self._lib.llama_kv_share_supported(context.handle)
         text, self._layout_digest = _describe(self._lib.llama_kv_share_layout, context.handle, 0)
         self.layout = Layout.parse(text)
+        _describe(self._lib.llama_kv_share_semantics, context.handle)  # hashes the vocabulary, once
         self._caches = canonical_json([cache.to_json() for cache in self.layout.caches]).decode()
         self._shares: dict[int, Share] = {}
 
@@ -279,6 +281,8 @@ class Decoder:
     def wrap(cls, llama: Any) -> Decoder:
         """Wrap a `llama_cpp.Llama` that was built inside `exporting()`.
 
+        After `adopt`, `llama` knows the tokens as well: `llama.generate` goes on behind them.
+
         Raises:
             NotShareableError: it was built outside, or its memory cannot be shared.
 
@@ -286,7 +290,7 @@ class Decoder:
         """
         library = loader.load()
         model = Model(library, llama._model.model, owned=False)
-        return cls(Context(model, llama._ctx.ctx, owner=llama))
+        return cls(Context(model, llama._ctx.ctx, owner=llama), llama=llama)
 
     def share(
         self, seq_id: int = 0, *, n_tokens: int | None = None, expires_ms: int = DEFAULT_EXPIRES_MS
@@ -442,6 +446,10 @@ class Decoder:
             raise
         share._state = ShareState.ADOPTED
         self._forget(share)
+        if self._llama is not None and share.seq_id == 0:
+            # llama_cpp.Llama keeps the tokens of its sequence beside the cache
+            self._llama.input_ids[: len(ids)] = ids
+            self._llama.n_tokens = len(ids)
         return Adopted(
             n_adopted=adopted.n_tokens,
             bytes_in_place=adopted.bytes_in_place,
