@@ -257,6 +257,8 @@ def importing(offer: Offer, library: Any) -> Iterator[None]:
         lib.llama_kv_share_import_layout(buffer, size)
         if buffer.value:
             offer.layout.require_equal(Layout.parse(buffer.value.decode()))
+            # each stream is laid out as it should be, so there are more of them than regions
+            raise LayoutMismatchError("n_stream", 1, "several", hint="build the context with n_seq_max 1")
         raise error from failure
     if failure is not None:
         raise failure

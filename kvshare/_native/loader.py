@@ -12,6 +12,7 @@ import ctypes
 import importlib
 import logging
 import os
+import struct
 import sys
 import threading
 from dataclasses import dataclass
@@ -33,6 +34,12 @@ _loaded: Library | None = None
 # enum ggml_log_level; CONT goes on with the level of the line before
 _LEVELS = {1: logging.INFO, 2: logging.WARNING, 3: logging.ERROR, 4: logging.DEBUG}
 _LEVEL_CONT = 5
+
+# Elf64_Ehdr: e_phoff, e_shoff, e_phentsize, e_phnum, e_shentsize, e_shnum
+_ELF_HEADER = struct.Struct("<32xQQ6xHHHH2x")
+# Elf64_Phdr: p_type, p_offset, p_filesz
+_ELF_SEGMENT = struct.Struct("<I4xQ16xQ16x")
+_PT_LOAD = 1
 
 
 @dataclass(frozen=True)
@@ -174,11 +181,31 @@ def _require_patched_file(file: Path) -> None:
         raise LibraryError(f"cannot read {file}: {error.strerror}") from error
     if content[:4] != b"\x7fELF":
         raise LibraryError(f"{file} is not a shared library", hint="name libllama.so, or run `kvshare build`")
+    # dlopen of a truncated file is a SIGBUS, not an error
+    if (needed := _elf_nbytes(content)) > len(content):
+        raise LibraryError(
+            f"{file} is truncated: it has {len(content)} bytes and needs at least {needed}",
+            hint="copy it again, or run `kvshare build`",
+        )
     if b"\0llama_kv_share_get_abi\0" not in content:
         raise LibraryUnpatchedError(
             f"{file} does not carry the kvshare patch series",
             hint="run `kvshare patch apply CHECKOUT` and build it, or run `kvshare build`",
         )
+
+
+def _elf_nbytes(content: bytes) -> int:
+    """Return the size that an ELF file must have for its segments and tables to be there."""
+    if len(content) < _ELF_HEADER.size or content[4:6] != b"\2\1":
+        return _ELF_HEADER.size  # what is not 64-bit little-endian is left to dlopen
+    phoff, shoff, phentsize, phnum, shentsize, shnum = _ELF_HEADER.unpack_from(content)
+    ends = [phoff + phentsize * phnum, shoff + shentsize * shnum]
+    if phentsize >= _ELF_SEGMENT.size and ends[0] <= len(content):
+        for at in range(phoff, ends[0], phentsize):
+            kind, offset, filesz = _ELF_SEGMENT.unpack_from(content, at)
+            if kind == _PT_LOAD:
+                ends.append(offset + filesz)
+    return max(ends)
 
 
 def _import_bindings(file: Path) -> Any:

@@ -40,7 +40,8 @@ examples:
 
 exit status:
   0 done; 2 wrong usage; 10 library; 11 mismatch; 12 protocol; 13 peer; 14 descriptors; 15 ledger;
-  16 adopt; 17 native call; 18 model; 20 build; 21 patch; 130 interrupted; 1 anything else
+  16 adopt; 17 native call; 18 model; 20 build; 21 patch; 130 interrupted; 143 terminated;
+  1 anything else
 """
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from kvshare import build, fetch, patches
@@ -310,7 +311,7 @@ def test_interrupt_leaves_a_build_that_goes_on(toy: Toy) -> None:
 
 
 def test_interrupt_ends_the_compilers_too(toy: Toy) -> None:
-    toy.cmake(compile_=f"echo $$ > {toy.bin}/pid; echo '[1/2] one'; sleep 600 & wait")
+    toy.cmake(compile_=f"sleep 600 & echo $! > {toy.bin}/pid; echo '[1/2] one'; wait")
 
     def interrupt(step: str, done: int, total: int | None) -> None:
         if done == 1 and total == 2:
@@ -318,19 +319,18 @@ def test_interrupt_ends_the_compilers_too(toy: Toy) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         build.build(progress=interrupt)
-    group = int((toy.bin / "pid").read_text())
+    pid = int((toy.bin / "pid").read_text())
     deadline = time.monotonic() + 10
-    while _runs(group) and time.monotonic() < deadline:
+    while _runs(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not _runs(group)
+    assert not _runs(pid)
 
 
-def _runs(group: int) -> bool:
+def _runs(pid: int) -> bool:
     try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    return True
 
 
 def test_changed_cached_source_is_refused(toy: Toy) -> None:
