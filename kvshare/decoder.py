@@ -24,7 +24,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from kvshare import fds, wire
@@ -33,6 +32,7 @@ from kvshare._native.context import Context, Model
 from kvshare.errors import (
     ExpiredError,
     KvshareError,
+    LedgerError,
     LedgerIncompleteError,
     LocalProtocolError,
     NotShareableError,
@@ -48,6 +48,10 @@ DEFAULT_EXPIRES_MS = 60_000
 # room for the largest metadata: about 24 bytes a cell and cache, and 24 a row of a transposed V; only
 # the pages that are written cost memory
 _LEDGER_CAPACITY_NBYTES = 64 << 20
+
+
+# what the ledger says, as a state of the share; the rest is decided here
+_SEEN = {LedgerState.FILLING: ShareState.FILLING, LedgerState.COMPLETE: ShareState.COMPLETE}
 
 
 @contextlib.contextmanager
@@ -130,15 +134,17 @@ class Share:
     @property
     def state(self) -> ShareState:
         """Where the share stands, as the ledger and the clock say."""
+        self._look_at_the_clock()
         if self._state.live:
-            if time.monotonic() > self._deadline:
-                self._decoder._end(self, ShareState.EXPIRED)
-            else:
-                record = self.ledger.snapshot()
-                known = {LedgerState.FILLING: ShareState.FILLING, LedgerState.COMPLETE: ShareState.COMPLETE}
-                if record.state in known and known[record.state] in wire.TRANSITIONS[self._state]:
-                    self._state = known[record.state]
+            with contextlib.suppress(LedgerError):  # a broken ledger says nothing; adopt refuses it
+                seen = _SEEN.get(self.ledger.snapshot().state)
+                if seen in wire.TRANSITIONS[self._state]:
+                    self._state = seen
         return self._state
+
+    def _look_at_the_clock(self) -> None:
+        if self._state.live and time.monotonic() > self._deadline:
+            self._decoder._end(self, ShareState.EXPIRED)
 
     def send(self, target: socket.socket | str | os.PathLike[str], *, deadline: float | None = None) -> None:
         """Send the header and the descriptors with one `sendmsg`.
@@ -218,12 +224,7 @@ class Share:
     def __enter__(self) -> Share:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -392,26 +393,19 @@ class Decoder:
             SequenceInUseError: the sequence or its cells changed since the share; it has failed.
         """
         start = time.perf_counter_ns()
-        if self._shares.get(share.share_id) is not share:
+        ids = _int32(tokens)
+        if share._decoder is not self:
             raise ReplayError(f"share {share.share_id} is not a share of this decoder")
-        state = share.state
-        if state is ShareState.EXPIRED:
+        share._look_at_the_clock()
+        if share._state is ShareState.EXPIRED:
             raise ExpiredError(f"share {share.share_id} has expired")
-        if not state.live:
-            raise ReplayError(f"share {share.share_id} is {state.value} already")
-        ids = array.array("i", tokens)
-        record = share.ledger.snapshot()
-        if record.state in (LedgerState.ISSUED, LedgerState.FILLING):
-            # not an end: the provider is still at it
-            record.verify(
-                share_id=share.share_id,
-                layout=self._layout_digest,
-                semantics=None,
-                tokens=ids,
-                sample_digest=None,
-            )
+        if not share._state.live:
+            raise ReplayError(f"share {share.share_id} is {share._state.value} already")
         adopted = signatures.Adopted()
+        pending = False
         try:
+            record = share.ledger.snapshot()
+            pending = record.state in (LedgerState.ISSUED, LedgerState.FILLING)
             record.verify(
                 share_id=share.share_id,
                 layout=self._layout_digest,
@@ -442,7 +436,8 @@ class Decoder:
                     ctypes.byref(adopted),
                 )
         except BaseException:
-            self._end(share, ShareState.FAILED)
+            if not pending:
+                self._end(share, ShareState.FAILED)
             raise
         share._state = ShareState.ADOPTED
         self._forget(share)
@@ -469,12 +464,7 @@ class Decoder:
     def __enter__(self) -> Decoder:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _end(self, share: Share, state: ShareState) -> None:
@@ -493,7 +483,7 @@ class Decoder:
 
     def _expire(self) -> None:
         for share in list(self._shares.values()):
-            _ = share.state  # looks at the clock
+            share._look_at_the_clock()
 
 
 def _describe(function: Any, *arguments: Any) -> tuple[str, str]:
@@ -507,6 +497,13 @@ def _describe(function: Any, *arguments: Any) -> tuple[str, str]:
             break
         size = n + 1
     return buffer.value.decode(), bytes(digest).hex()
+
+
+def _int32(tokens: Sequence[int]) -> array.array[int]:
+    try:
+        return array.array("i", tokens)
+    except (TypeError, OverflowError) as error:
+        raise LocalProtocolError(f"tokens are not int32: {error}") from error
 
 
 def _array(function: Any, kind: Any, *arguments: Any) -> list[Any]:

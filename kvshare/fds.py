@@ -30,7 +30,6 @@ import warnings
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 from kvshare.errors import (
@@ -105,9 +104,7 @@ class OwnedFd:
         self.fileno()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:

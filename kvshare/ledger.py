@@ -54,7 +54,6 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from kvshare import fds
 from kvshare.errors import (
@@ -280,9 +279,7 @@ class Ledger:
     def __enter__(self) -> Ledger:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     for n_tokens in args.tokens:
         if not 2 <= n_tokens <= MAX_TOKENS:
             raise LocalProtocolError(f"--tokens {n_tokens} is not in [2, {MAX_TOKENS}]")
-    report = measure(_model(args.model), args.tokens, args.threads)
+    report = measure(_model(args.model), args.tokens, args.threads, args.log_level)
     if args.json:
         print(json.dumps(report))
     else:
@@ -73,7 +73,9 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report["ok"] else 1
 
 
-def measure(model: Path, n_tokens: list[int], n_threads: int | None) -> dict[str, Any]:
+def measure(
+    model: Path, n_tokens: list[int], n_threads: int | None = None, log_level: str = "warning"
+) -> dict[str, Any]:
     """Run both processes; return the report that `--json` prints.
 
     Raises:
@@ -83,27 +85,35 @@ def measure(model: Path, n_tokens: list[int], n_threads: int | None) -> dict[str
     from kvshare._native import loader
 
     library = str(loader.find())  # the children load it; this process only watches
-    with _bars(n_tokens) as show, fds.private_directory() as folder:
-        common = [str(model), str(folder / "provider.sock"), json.dumps(n_tokens), str(n_threads or 0)]
+    with contextlib.ExitStack() as stack:
+        show = stack.enter_context(_bars(n_tokens))
+        folder = stack.enter_context(fds.private_directory())
+        arguments = [
+            str(model),
+            str(folder / "provider.sock"),
+            json.dumps(n_tokens),
+            str(n_threads or 0),
+            log_level,
+        ]
         environment = {**os.environ, loader.ENVIRONMENT: library}
-        with (
-            _Child("decoder", common, environment) as decoder,
-            _Child("provider", common, environment) as provider,
-        ):
-            provider.wait_for("listening", show)
-            runs: list[dict[str, Any]] = []
-            while True:
-                event = decoder.next()
-                if event["event"] == "provide":
-                    decoder.say("go")
-                    provider.say("go")
-                    prefilled = provider.wait_for("prefilled", show)
-                elif event["event"] == "run":
-                    runs.append({**event["run"], "provider_prefill_ms": prefilled["ms"]})
-                elif event["event"] == "done":
-                    return _report(runs, event["pss_mib"])
-                else:
-                    show(event)
+        decoder = stack.enter_context(_Child("decoder", arguments, environment))
+        provider: _Child | None = None
+        runs: list[dict[str, Any]] = []
+        while True:
+            event = decoder.next()
+            if event["event"] == "provide":
+                if provider is None:  # not earlier: the decoder has measured itself alone
+                    provider = stack.enter_context(_Child("provider", arguments, environment))
+                    provider.wait_for("listening", show)
+                decoder.say("go")
+                provider.say("go")
+                prefilled = provider.wait_for("prefilled", show)
+            elif event["event"] == "run":
+                runs.append({**event["run"], "provider_prefill_ms": prefilled["ms"]})
+            elif event["event"] == "done":
+                return _report(runs, event["pss_mib"])
+            else:
+                show(event)
 
 
 def _report(runs: list[dict[str, Any]], pss_mib: dict[str, float]) -> dict[str, Any]:

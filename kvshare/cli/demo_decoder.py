@@ -41,7 +41,7 @@ class _Local:
 
 def process(arguments: list[str]) -> None:
     """Run all prompts: first locally and through a file, then with the provider."""
-    model_path, socket_path, lengths, n_threads = arguments
+    model_path, socket_path, lengths, n_threads, _ = arguments
     all_lengths: list[int] = json.loads(lengths)
     n_ctx = -(-(max(all_lengths) + N_GENERATE) // 256) * 256
     with (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -50,7 +51,10 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def main(process: Callable[[list[str]], None]) -> None:
-    """Run one of the processes; an error becomes an event."""
+    """Run one of the processes; its last argument is the log level, an error becomes an event."""
+    logging.basicConfig(
+        level=sys.argv[-1].upper(), stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s"
+    )
     try:
         process(sys.argv[1:])
     except KvshareError as error:

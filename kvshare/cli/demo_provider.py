@@ -16,7 +16,7 @@ TIMEOUT_S = 600.0
 
 def process(arguments: list[str]) -> None:
     """Serve a share for each prompt; keep each mapping until the next one, so that memory is comparable."""
-    model_path, socket_path, lengths, n_threads = arguments
+    model_path, socket_path, lengths, n_threads, _ = arguments
     with Model.open(model_path) as model, fds.listen_unix(socket_path) as listener:
         emit("listening")
         with contextlib.ExitStack() as last:
