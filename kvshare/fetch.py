@@ -129,8 +129,10 @@ def download(
     Raises:
         BuildError: pip is missing, offline, or does not find the release.
     """
-    kind = "--no-binary" if sdist else "--only-binary"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", kind, ":all:", "--retries", "2"]
+    # of the named packages only: pip would build its own build tools from source as well, for minutes
+    names = ",".join(requirement.partition("==")[0] for requirement in requirements)
+    kind = ["--no-binary", names] if sdist else ["--only-binary", ":all:"]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", *kind, "--retries", "2"]
     command += ["--no-input", "--disable-pip-version-check", "--dest", str(directory), *requirements]
     start = time.monotonic()
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
