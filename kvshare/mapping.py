@@ -18,7 +18,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvshare.errors import DescriptorError, LayoutMismatchError, LocalProtocolError, NotShareableError
+from kvshare.errors import (
+    DescriptorError,
+    LayoutMismatchError,
+    LocalProtocolError,
+    NotShareableError,
+    RemoteProtocolError,
+)
 from kvshare.fds import OwnedFd, fd_size, require_seals
 from kvshare.layout import Layout, TensorLayout
 
@@ -139,6 +145,7 @@ def layer_views(layout: Layout, mappings: Sequence[Mapping]) -> list[LayerView]:
 
     Raises:
         LayoutMismatchError: a tensor does not lie in its region.
+        RemoteProtocolError: the layout contradicts itself.
     """
     v_trans = any(cache.get("v_trans") for cache in layout.caches)
     found: dict[int, dict[str, View]] = {}
@@ -150,6 +157,9 @@ def layer_views(layout: Layout, mappings: Sequence[Mapping]) -> list[LayerView]:
                 found.setdefault(il, {})[kind] = _view(
                     tensor, mapping, region.size, transposed=kind == "v" and v_trans
                 )
+    for il, each in found.items():
+        if "k" not in each:
+            raise RemoteProtocolError(f"the layout has a cache_v_l{il}, but no cache_k_l{il}")
     return [LayerView(il, each["k"], each.get("v")) for il, each in sorted(found.items())]
 
 
@@ -157,8 +167,11 @@ def _view(tensor: TensorLayout, mapping: Mapping, region_size: int, *, transpose
     n_embd, kv_size, n_stream, _ = tensor.ne
     if tensor.offset + tensor.nbytes > region_size:
         raise LayoutMismatchError(f"{tensor.name}.offset", f"<= {region_size - tensor.nbytes}", tensor.offset)
-    data = np.frombuffer(mapping.buffer, np.uint8, tensor.nbytes, tensor.offset)
     dtype = _DTYPES.get(tensor.type)
+    row_nbytes = tensor.nb[1] if dtype is None else n_embd * dtype.itemsize
+    if tensor.nbytes != row_nbytes * kv_size * n_stream:
+        raise RemoteProtocolError(f"{tensor.name}: ne {tensor.ne} and nb {tensor.nb} contradict each other")
+    data = np.frombuffer(mapping.buffer, np.uint8, tensor.nbytes, tensor.offset)
     if dtype is None:
         rows = data.reshape(n_stream, kv_size, tensor.nb[1])
     elif transposed:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -68,6 +69,10 @@ _LAYOUT_PARAMS = (
     "flash_attn_type",
     "swa_full",
 )
+
+
+# how long a provider waits for a decoder that does not read the outcome
+_TELL_S = 1.0
 
 
 class Offer:
@@ -202,6 +207,9 @@ class Offer:
         """
         for each in self._mappings or ():
             each.close()
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
         self._mappings = None
         self.ledger.close()
         for owned in self._fds:
@@ -218,7 +226,13 @@ class Offer:
     ) -> None:
         if error is not None:
             self.fail(f"{type(error).__name__}: {error}")
-        self.close()
+        try:
+            self.close()
+        except LocalProtocolError:
+            if error is None:
+                raise
+            # the error's own frames hold the views; their mappings go when they do
+            self._close_descriptors()
 
     def _mapped(self) -> list[mapping.Mapping]:
         if self._mappings is None:
@@ -258,7 +272,9 @@ def importing(offer: Offer, library: Any) -> Iterator[None]:
         if buffer.value:
             offer.layout.require_equal(Layout.parse(buffer.value.decode()))
             # each stream is laid out as it should be, so there are more of them than regions
-            raise LayoutMismatchError("n_stream", 1, "several", hint="build the context with n_seq_max 1")
+            raise LayoutMismatchError(
+                "n_stream", 1, "several", hint="build the context with n_seq_max 1"
+            ) from failure
         raise error from failure
     if failure is not None:
         raise failure
@@ -403,12 +419,7 @@ class Provider:
     def __enter__(self) -> Provider:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -469,14 +480,18 @@ def serving(
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(fds.accept_unix(listener, deadline=deadline))
         offer = stack.enter_context(Offer.receive(connection, deadline=deadline))
+        writable = select.poll()
+        writable.register(connection, select.POLLOUT)
 
         def tell(message: wire.Message) -> None:
             # a decoder that does not wait, or is gone, adopts by the ledger, or not at all
             with contextlib.suppress(KvshareError, OSError):
-                fds.send_message(connection, wire.encode(message))
+                fds.send_message(connection, wire.encode(message), deadline=time.monotonic() + _TELL_S)
 
         def advance(n_filled: int) -> None:
-            tell(wire.Progress(share_id=offer.header.share_id, n_filled=n_filled, n_tokens=len(tokens)))
+            # never wait for a decoder that does not read: the watermark says the same
+            if writable.poll(0):
+                tell(wire.Progress(share_id=offer.header.share_id, n_filled=n_filled, n_tokens=len(tokens)))
             if progress:
                 progress(n_filled)
 

@@ -32,7 +32,7 @@ _lock = threading.RLock()
 _loaded: Library | None = None
 
 # enum ggml_log_level; CONT goes on with the level of the line before
-_LEVELS = {1: logging.INFO, 2: logging.WARNING, 3: logging.ERROR, 4: logging.DEBUG}
+_LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
 _LEVEL_CONT = 5
 
 # Elf64_Ehdr: e_phoff, e_shoff, e_phentsize, e_phnum, e_shentsize, e_shnum
@@ -199,7 +199,7 @@ def _elf_nbytes(content: bytes) -> int:
     if len(content) < _ELF_HEADER.size or content[4:6] != b"\2\1":
         return _ELF_HEADER.size  # what is not 64-bit little-endian is left to dlopen
     phoff, shoff, phentsize, phnum, shentsize, shnum = _ELF_HEADER.unpack_from(content)
-    ends = [phoff + phentsize * phnum, shoff + shentsize * shnum]
+    ends: list[int] = [phoff + phentsize * phnum, shoff + shentsize * shnum]
     if phentsize >= _ELF_SEGMENT.size and ends[0] <= len(content):
         for at in range(phoff, ends[0], phentsize):
             kind, offset, filesz = _ELF_SEGMENT.unpack_from(content, at)

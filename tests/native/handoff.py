@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from kvshare import Adopted, Context, Decoder, Model, PeerRefusedError, Share
-from kvshare._native import loader
+from kvshare._native import loader, signatures
 from kvshare._native.context import Logits
 
 ROOT = Path(__file__).parents[2]
@@ -59,17 +59,28 @@ class ProviderProcess:
                 text=True,
             )
 
-    def serve(self, share: Share, model: Path | str, tokens: Sequence[int], **options: Any) -> dict[str, Any]:
-        """Let it serve a share; return what it says at the end, `{}` if it died."""
+    def start(
+        self, share: Share, model: Path | str, tokens: Sequence[int], **options: Any
+    ) -> Callable[[], dict[str, Any]]:
+        """Let it serve a share; return a function that waits for what it says at the end."""
         path = next(self._paths)
         job = {"socket": str(path), "model": str(model), "tokens": list(tokens), "options": options}
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         send(share, path, self.process)
-        line = self.process.stdout.readline()
-        answer: dict[str, Any] = json.loads(line) if line else {}
+
+        def answer() -> dict[str, Any]:
+            assert self.process.stdout is not None
+            line = self.process.stdout.readline()
+            found: dict[str, Any] = json.loads(line) if line else {}
+            return found
+
         return answer
+
+    def serve(self, share: Share, model: Path | str, tokens: Sequence[int], **options: Any) -> dict[str, Any]:
+        """Let it serve a share; return what it says at the end, `{}` if it died."""
+        return self.start(share, model, tokens, **options)()
 
     def stderr(self) -> str:
         return self._errors.read_text()
@@ -80,7 +91,8 @@ class ProviderProcess:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         try:
@@ -102,6 +114,13 @@ def send(share: Share, path: Path, process: subprocess.Popen[str]) -> None:
             if time.monotonic() > end or process.poll() is not None:
                 raise
             time.sleep(0.002)
+
+
+def shared_bytes(share: Share) -> list[bytes]:
+    """Return the bytes of all regions of a share, as whoever holds its descriptors sees them."""
+    return [
+        os.pread(share._descriptors[entry.fd], entry.size, entry.offset) for entry in share.header.regions
+    ]
 
 
 @dataclass(frozen=True)
@@ -134,9 +153,7 @@ class Outcome:
 
 def confine(context: Context, share: Share) -> None:
     """Keep a local context's next decode of the sequence at the place of a share."""
-    from kvshare._native import signatures
-
-    ranges = [(i, a, b) for i, cache in enumerate(share.header.cells) for a, b in cache]
+    ranges = [signatures.Range(i, a, b) for i, cache in enumerate(share.header.cells) for a, b in cache]
     lease = (signatures.Range * len(ranges))(*ranges)
     context.library.lib.llama_kv_share_confine(context.handle, share.seq_id, lease, len(lease))
 
@@ -145,9 +162,7 @@ def unconfine(context: Context, seq_id: int) -> None:
     context.library.lib.llama_kv_share_confine(context.handle, seq_id, None, 0)
 
 
-def decode_each(
-    context: Context, tokens: Sequence[int], *, position: int, seq_id: int = 0
-) -> list[Logits]:
+def decode_each(context: Context, tokens: Sequence[int], *, position: int, seq_id: int = 0) -> list[Logits]:
     """Decode tokens one by one; return the logits of each."""
     found = []
     for i, token in enumerate(tokens):

@@ -30,9 +30,10 @@ TEXT = (
     "two ships passing, light burning. On the last day of the year he added a second one. "
 )
 
-# Two runs with different n_ubatch sum in another order. What was measured on SmolLM2 Q4_1 with the
-# prompt of the test: 0.69 at most, on logits of about 20; a wrong token in the prompt gives more than 5.
-N_UBATCH_TOLERANCE = 1.5
+# Graphs of another size sum in another order. Measured on SmolLM2 Q4_1 with the prompt of the test and
+# n_ubatch 512 against 64: the largest difference of a logit is 0.48, of logits up to 31; the best token
+# leads by 5 or more. One wrong token in the middle of the prompt gives 2.2.
+N_UBATCH_TOLERANCE = 1.0
 
 
 def assert_handed_over(outcome: Outcome, n_tokens: int) -> None:
@@ -50,12 +51,10 @@ def text_tokens(model: Model, n: int) -> list[int]:
 # -- a real model ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n_tokens", [1, 512, 1100])
+@pytest.mark.parametrize("n_tokens", [1, 513])
 def test_real_model(provider: ProviderProcess, smollm2: Model, smollm2_path: Path, n_tokens: int) -> None:
     tokens = text_tokens(smollm2, n_tokens + N_REST)
-    outcome = handoff(
-        provider, smollm2, smollm2_path, tokens[:n_tokens], tokens[n_tokens:], {"n_ctx": 2048}
-    )
+    outcome = handoff(provider, smollm2, smollm2_path, tokens[:n_tokens], tokens[n_tokens:], {"n_ctx": 1024})
     assert_handed_over(outcome, n_tokens)
 
 
@@ -71,19 +70,25 @@ def test_real_model(provider: ProviderProcess, smollm2: Model, smollm2_path: Pat
 def test_real_model_otherwise(
     provider: ProviderProcess, smollm2: Model, smollm2_path: Path, params: dict[str, Any]
 ) -> None:
-    tokens = text_tokens(smollm2, 200 + N_REST)
+    tokens = text_tokens(smollm2, 96 + N_REST)
     other = {"seq_id": 2, "n_other": 30} if "n_seq_max" in params else {}
     outcome = handoff(
-        provider, smollm2, smollm2_path, tokens[:200], tokens[200:], {"n_ctx": 1024, **params}, **other
+        provider,
+        smollm2,
+        smollm2_path,
+        tokens[:96],
+        tokens[96:],
+        {"n_ctx": 512 * params.get("n_seq_max", 1), **params},
+        **other,
     )
-    assert_handed_over(outcome, 200)
+    assert_handed_over(outcome, 96)
 
 
 def test_other_n_ubatch(provider: ProviderProcess, smollm2: Model, smollm2_path: Path) -> None:
     """Graphs of another size sum in another order, which costs exactness, and little of it."""
-    tokens = text_tokens(smollm2, 400 + N_REST)
+    tokens = text_tokens(smollm2, 200 + N_REST)
     outcome = handoff(
-        provider, smollm2, smollm2_path, tokens[:400], tokens[400:], {"n_ctx": 1024}, n_ubatch=64
+        provider, smollm2, smollm2_path, tokens[:200], tokens[200:], {"n_ctx": 1024}, n_ubatch=64
     )
     assert not outcome.identical  # otherwise the option went nowhere
     assert outcome.max_difference <= N_UBATCH_TOLERANCE
@@ -112,7 +117,9 @@ def test_the_command_line(smollm2: Model, smollm2_path: Path) -> None:
         decoder.adopt(share, prompt)
         local.decode(prompt, position=0)
         for a, b in zip(
-            decode_each(local, rest, position=64), decode_each(decoder.context, rest, position=64), strict=True
+            decode_each(local, rest, position=64),
+            decode_each(decoder.context, rest, position=64),
+            strict=True,
         ):
             assert a.tobytes() == b.tobytes()
 
@@ -216,3 +223,26 @@ def test_one_decoder_many_shares(provider: ProviderProcess, tiny: Model, tiny_pa
             assert [x.tobytes() for x in here] == [x.tobytes() for x in there]
             for context in (decoder.context, local):
                 context.clear()
+
+
+def test_a_decoder_that_does_not_read_progress(
+    provider: ProviderProcess, tiny: Model, tiny_path: Path
+) -> None:
+    """More graphs than its socket holds messages; the provider does not wait for it."""
+    params = {"n_ctx": 1024, "n_ubatch": 2}
+    tokens = random_tokens(tiny, 600 + N_REST)
+    outcome = handoff(provider, tiny, tiny_path, tokens[:600], tokens[600:], params)
+    assert_handed_over(outcome, 600)
+
+
+def test_a_decoder_that_waits(provider: ProviderProcess, tiny: Model, tiny_path: Path) -> None:
+    """It hears of every graph, and of the end."""
+    tokens = random_tokens(tiny, 300)
+    seen: list[tuple[int, int]] = []
+    with Decoder.open(tiny, n_ctx=512, n_ubatch=64) as decoder, decoder.share(n_tokens=300) as share:
+        job = provider.start(share, tiny_path, tokens)
+        share.wait(progress=lambda n_filled, n_tokens: seen.append((n_filled, n_tokens)))
+        assert share.provider_pid == provider.process.pid
+        assert decoder.adopt(share, tokens).n_adopted == 300
+        assert job() == {"ok": True}
+    assert seen == [(64, 300), (128, 300), (192, 300), (256, 300), (300, 300)]

@@ -1,0 +1,14 @@
+"""What somebody needs who writes a decoder or a provider of their own, without pytest.
+
+- `fakes`: a decoder and a provider that need no llama.cpp, over real shared memory.
+- `contract`: checks that every decoder and every provider has to pass.
+- `faults`: what a broken peer sends and writes.
+- `strategies`: hypothesis strategies for layouts, headers and ledgers; needs the extra `test`.
+"""
+
+from __future__ import annotations
+
+from kvshare.testing.contract import check_decoder, check_provider
+from kvshare.testing.fakes import FakeDecoder, FakeProvider
+
+__all__ = ["FakeDecoder", "FakeProvider", "check_decoder", "check_provider"]

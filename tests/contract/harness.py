@@ -1,0 +1,100 @@
+"""Decoders and providers as the contract checks want them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from kvshare import Context, Decoder, Model, Offer, Provider, wire
+from kvshare.testing import FakeDecoder, FakeProvider
+
+
+class FakeHarness:
+    """What needs no library."""
+
+    def __init__(self) -> None:
+        self.decoder: Any = FakeDecoder()
+
+    def tokens(self, n: int, seed: int = 0) -> list[int]:
+        return [(7 * i + 31 * seed) % 100 for i in range(n)]
+
+    def provider(self, offer: Offer) -> AbstractContextManager[Any]:
+        return FakeProvider(offer)
+
+    def answer(self, seq_id: int) -> bytes:
+        found: bytes = self.decoder.logits(seq_id)
+        return found
+
+    def expected(self, tokens: Sequence[int], seq_id: int, header: wire.ShareHeader) -> bytes:
+        with FakeDecoder() as local:
+            local.prefill(tokens)
+            return local.logits()
+
+    def clear(self, seq_id: int) -> None:
+        self.decoder.clear(seq_id)
+
+    def close(self) -> None:
+        self.decoder.close()
+
+
+PARAMS: dict[str, Any] = {
+    "n_ctx": 1024,
+    "n_batch": 512,
+    "n_ubatch": 16,
+    "n_seq_max": 2,
+    "kv_unified": True,
+    "n_threads": 1,
+}
+
+
+class NativeHarness:
+    """llama.cpp on a tiny model; the caller keeps the model, and all contexts share it."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.decoder: Any = None
+
+    def open(self, flash_attn: str) -> NativeHarness:
+        self.params = {**PARAMS, "flash_attn": flash_attn}
+        self.decoder = Decoder.open(self.model, **self.params)
+        return self
+
+    def tokens(self, n: int, seed: int = 0) -> list[int]:
+        return [(7 * i + 31 * seed) % 100 for i in range(n)]
+
+    def provider(self, offer: Offer) -> AbstractContextManager[Any]:
+        return Provider(offer, self.model, n_threads=1)
+
+    def answer(self, seq_id: int) -> bytes:
+        return self._next(self.decoder.context, seq_id)
+
+    def expected(self, tokens: Sequence[int], seq_id: int, header: wire.ShareHeader) -> bytes:
+        from kvshare._native import signatures
+
+        ranges = [signatures.Range(i, a, b) for i, cache in enumerate(header.cells) for a, b in cache]
+        lease = (signatures.Range * len(ranges))(*ranges)
+        with Context.create(self.model, **self.params) as local:
+            local.library.lib.llama_kv_share_confine(local.handle, seq_id, lease, len(lease))
+            local.decode(tokens, position=0, seq_id=seq_id)
+            return self._next(local, seq_id)
+
+    def _next(self, context: Context, seq_id: int) -> bytes:
+        """Decode a token behind the sequence, and take it back."""
+        from kvshare._native import signatures
+
+        n_past = context.n_past(seq_id)
+        # at a cell that is free in either context, wherever their write heads are
+        cell = (signatures.Range * 1)(signatures.Range(0, 1000, 1001))
+        context.library.lib.llama_kv_share_confine(context.handle, seq_id, cell, 1)
+        context.decode([1], position=n_past, seq_id=seq_id, logits=True)
+        logits = context.logits().tobytes()
+        context.library.llama.llama_memory_seq_rm(context.memory, seq_id, n_past, -1)
+        context.library.lib.llama_kv_share_confine(context.handle, seq_id, None, 0)
+        return logits
+
+    def clear(self, seq_id: int) -> None:
+        self.decoder.context.clear(seq_id)
+
+    def close(self) -> None:
+        self.decoder.close()
