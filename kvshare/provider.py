@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from kvshare import fds, mapping, wire
-from kvshare._native import signatures
+from kvshare._native import loader, signatures
 from kvshare._native.context import FLASH_ATTN, TYPES, Context, Model
 from kvshare.errors import (
     KvshareError,
@@ -70,7 +70,6 @@ _LAYOUT_PARAMS = (
     "swa_full",
 )
 
-
 # how long a provider waits for a decoder that does not read the outcome
 _TELL_S = 1.0
 
@@ -83,6 +82,7 @@ class Offer:
     Attributes:
         header: what the decoder says.
         layout: what the bytes of the regions are; its digest was checked against the header's.
+        seq_id: the sequence that a llama.cpp provider decodes.
         ledger: where the provider vouches.
     """
 
@@ -114,6 +114,11 @@ class Offer:
             self.layout = Layout.from_parts(
                 header.params, [(entry.size, entry.layout) for entry in header.regions], header.layout
             )
+            if len(header.cells) != len(self.layout.caches):
+                raise RemoteProtocolError(
+                    f"cells of {len(header.cells)} caches, the layout has {len(self.layout.caches)}"
+                )
+            self.seq_id = int(_param(header.params, "seq_id"))
             self.ledger = Ledger.open(descriptors[header.ledger.fd], header.ledger.size)
         except BaseException:
             for owned in self._fds:
@@ -145,14 +150,9 @@ class Offer:
         return cls(header, descriptors)
 
     @property
-    def seq_id(self) -> int:
-        """The sequence that a llama.cpp provider decodes."""
-        return int(self.header.params.get("seq_id", 0) or 0)
-
-    @property
     def first_cell(self) -> int:
         """First leased cell of the first cache."""
-        return self.header.cells[0][0][0] if self.header.cells and self.header.cells[0] else 0
+        return self.header.cells[0][0][0] if self.header.cells[0] else 0
 
     @property
     def exposes_all(self) -> bool:
@@ -243,7 +243,7 @@ class Offer:
 
 
 @contextlib.contextmanager
-def importing(offer: Offer, library: Any) -> Iterator[None]:
+def importing(offer: Offer) -> Iterator[None]:
     """Build one context whose cache is the offered memory, inside the block.
 
     For programs that build their contexts themselves; `Provider` does it for you.
@@ -251,7 +251,7 @@ def importing(offer: Offer, library: Any) -> Iterator[None]:
     Raises:
         LayoutMismatchError: the context's layout is another one; it was not created.
     """
-    lib = library.lib
+    lib = loader.load().lib
     regions = offer.native_regions()
     lib.llama_kv_share_import_begin(regions, len(regions), bytes.fromhex(offer.header.layout))
     failure: Exception | None = None
@@ -312,16 +312,14 @@ class Provider:
         Raises:
             LayoutMismatchError: the layout would differ; names the parameter or the tensor field.
             SemanticsMismatchError: model, adapters or RoPE differ; names the field.
-            NotShareableError: the share wants something that this provider cannot do.
+            RemoteProtocolError: a parameter is missing, or is no number.
 
         *Ownership*: the offer and the model stay the caller's; `close` frees the context.
         """
         self.offer = offer
         self._lib = model.library.lib
         params = self._requested(offer.header.params, overrides)
-        if model.has_encoder and not model.library.llama.llama_model_has_decoder(model.pointer):
-            raise NotShareableError("this model has an encoder only")
-        with importing(offer, model.library):
+        with importing(offer):
             self.context = Context.create(model, n_threads=n_threads, **params)
         try:
             self._require_semantics(allow_other=allow_other_semantics)
@@ -333,11 +331,7 @@ class Provider:
 
     @staticmethod
     def _requested(params: Any, overrides: dict[str, Any]) -> dict[str, Any]:
-        wanted: dict[str, Any] = {}
-        for name in _CONTEXT_PARAMS:
-            if name not in params:
-                raise RemoteProtocolError(f"params.{name} is missing")
-            wanted[name] = params[name]
+        wanted: dict[str, Any] = {name: _param(params, name) for name in _CONTEXT_PARAMS}
         # booleans travel as 0 and 1, as they are in the struct
         for name in ("kv_unified", "swa_full", "offload_kqv"):
             wanted[name] = bool(wanted[name])
@@ -364,6 +358,8 @@ class Provider:
 
     def prefill(self, tokens: Sequence[int], *, progress: Callable[[int], None] | None = None) -> None:
         """Decode a prompt into the leased cells; the ledger's watermark follows each graph.
+
+        A model with an encoder encodes the same tokens first, as its decoder has to.
 
         Args:
             tokens: token ids, from position 0.
@@ -421,6 +417,13 @@ class Provider:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _param(params: Any, name: str) -> int | float:
+    value = params.get(name)
+    if not isinstance(value, (int, float)):
+        raise RemoteProtocolError(f"params.{name} is {'missing' if value is None else 'not a number'}")
+    return value
 
 
 def _number(name: str, value: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import importlib.metadata
 import logging
 import os
 import struct
@@ -208,7 +209,27 @@ def _elf_nbytes(content: bytes) -> int:
     return max(ends)
 
 
+def bindings_version() -> str | None:
+    """Return the version of the installed llama-cpp-python, or None."""
+    try:
+        return importlib.metadata.version(patches.pin().package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _require_bindings() -> None:
+    pin, found = patches.pin(), bindings_version()
+    if found != pin.version:
+        raise AbiMismatchError(
+            f"{pin.package} {found} is installed, this kvshare needs {pin.version}"
+            if found
+            else f"{pin.package} is not installed",
+            hint=f'CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" pip install {pin.package}=={pin.version}',
+        )
+
+
 def _import_bindings(file: Path) -> Any:
+    _require_bindings()
     # llama_cpp reads the variable once, while it is imported
     before = os.environ.get("LLAMA_CPP_LIB_PATH")
     os.environ["LLAMA_CPP_LIB_PATH"] = str(file.parent)

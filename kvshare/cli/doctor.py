@@ -10,7 +10,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvshare.errors import KvshareError
+from kvshare.errors import AbiMismatchError, KvshareError
 
 if TYPE_CHECKING:
     from kvshare.cli import Subparsers
@@ -34,13 +34,17 @@ class Check:
         name: stable name.
         ok: whether it is as it should be.
         found: what was found.
-        advice: what to do if it is not ok.
+        advice: what to do; empty if it is ok.
     """
 
     name: str
     ok: bool
     found: str
     advice: str = ""
+
+    def __post_init__(self) -> None:
+        if self.ok:
+            object.__setattr__(self, "advice", "")
 
 
 def register(subparsers: Subparsers) -> None:
@@ -76,7 +80,7 @@ def _print(checks: list[Check]) -> None:
     for check in checks:
         mark = "[green]ok[/green]" if check.ok else "[red]problem[/red]"
         table.add_row(mark, check.name, check.found)
-        if not check.ok and check.advice:
+        if check.advice:
             table.add_row("", "", f"-> {check.advice}")
     Console().print(table)
 
@@ -117,11 +121,19 @@ def _library(path: str | None) -> tuple[dict[str, Any] | None, list[Check], int]
     from kvshare import patches
     from kvshare._native import loader
 
+    pin, version = patches.pin(), loader.bindings_version()
+    bindings = Check(
+        "bindings",
+        version == pin.version,
+        f"{pin.package} {version or 'is not installed'}",
+        f'CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" pip install {pin.package}=={pin.version}',
+    )
+    if not bindings.ok:
+        return None, [bindings], AbiMismatchError.exit_code
     try:
         found = loader.load(path)
     except KvshareError as error:
-        return None, [Check("library", False, str(error), error.hint or "")], error.exit_code
-    pin = patches.pin()
+        return None, [bindings, Check("library", False, str(error), error.hint or "")], error.exit_code
     backends = loader.backends(found)
     facts: dict[str, Any] = {
         "path": str(found.path),
@@ -132,6 +144,7 @@ def _library(path: str | None) -> tuple[dict[str, Any] | None, list[Check], int]
         "backends": backends,
     }
     checks = [
+        bindings,
         Check("library", True, f"{found.path} (found by {found.found_by})"),
         Check("abi", True, str(found.abi)),
         Check(

@@ -136,7 +136,7 @@ def test_a_context_of_another_layout(
         with Offer.receive(far) as offer:
             with (
                 pytest.raises(LayoutMismatchError) as error,
-                importing(offer, tiny.library),
+                importing(offer),
                 Context.create(tiny, **{**PARAMS, **options}),
             ):
                 pytest.fail("a context was built on memory of another layout")
