@@ -302,6 +302,8 @@ def _checkout(source: Path, series: patches.Series) -> Path:
 
 
 def _commit(tree: Path) -> str:
+    if shutil.which("git") is None:
+        return "unknown"
     done = subprocess.run(
         ["git", "-C", str(tree), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
     )

@@ -42,6 +42,10 @@ missing_packages() {
     command -v ninja >/dev/null || command -v make >/dev/null || echo ninja-build
     command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || echo g++
     "$1" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
+    local tool
+    for tool in ${NEEDED_TOOLS:-}; do # of Debian packages of the same name
+        command -v "$tool" >/dev/null || echo "$tool"
+    done
 }
 
 require_root_for() {
