@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from kvshare.build import find_build
     from kvshare.decoder import Adopted, Decoder, Share, exporting
     from kvshare.models import check_gguf
-    from kvshare.provider import Offer, Provider, importing, serve
+    from kvshare.provider import Offer, Provider, WarmProvider, importing, serve
+    from kvshare.service import Service
 
 __version__ = "0.1.0"
 
@@ -58,7 +59,9 @@ _LAZY = {
     "Model": "kvshare._native.context",
     "Offer": "kvshare.provider",
     "Provider": "kvshare.provider",
+    "Service": "kvshare.service",
     "Share": "kvshare.decoder",
+    "WarmProvider": "kvshare.provider",
     "exporting": "kvshare.decoder",
     "importing": "kvshare.provider",
     "load": "kvshare._native.loader",
@@ -103,7 +106,9 @@ __all__ = [
     "ReplayError",
     "SemanticsMismatchError",
     "SequenceInUseError",
+    "Service",
     "Share",
+    "WarmProvider",
     "check_gguf",
     "exporting",
     "find_build",

@@ -47,6 +47,7 @@ from kvshare.fetch import (
 )
 
 MANIFEST = "kvshare-build.json"
+SERVER = "llama-server"
 NEEDED_NBYTES = 3 << 30
 INSTALL_TOOLS = "apt-get install -y cmake g++ ninja-build"
 
@@ -54,10 +55,11 @@ _DEFAULTS = {
     "CMAKE_BUILD_TYPE": "Release",
     "BUILD_SHARED_LIBS": "ON",
     "CMAKE_BUILD_RPATH_USE_ORIGIN": "ON",  # so that the folder can be moved
-    "LLAMA_BUILD_TESTS": "ON",  # configured, compiled only when asked for by name
+    "LLAMA_BUILD_TESTS": "ON",  # tests, tools and server: configured, compiled only when asked for by name
+    "LLAMA_BUILD_TOOLS": "ON",
+    "LLAMA_BUILD_SERVER": "ON",
+    "LLAMA_USE_PREBUILT_UI": "OFF",  # it would be downloaded
     "LLAMA_BUILD_EXAMPLES": "OFF",
-    "LLAMA_BUILD_TOOLS": "OFF",
-    "LLAMA_BUILD_SERVER": "OFF",
     "LLAMA_BUILD_APP": "OFF",
     "LLAMA_OPENSSL": "OFF",
 }

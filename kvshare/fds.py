@@ -324,52 +324,97 @@ def receive_message(
     for nothing but closing.
     """
     deadline = _resolve(deadline)
-    owned: list[OwnedFd] = []
-    try:
-        prefix = _receive_exactly(sock, _LENGTH.size, 0, owned, deadline, max_fds)
-        (n,) = _LENGTH.unpack(prefix)
-        if n > MAX_PAYLOAD_NBYTES:
-            raise RemoteProtocolError(f"the peer announced {n} bytes, the limit is {MAX_PAYLOAD_NBYTES}")
-        return _receive_exactly(sock, n, len(prefix), owned, deadline, max_fds), owned
-    except BaseException:
-        for fd in owned:
-            fd.close()
-        raise
+    with Incoming(sock, max_fds=max_fds) as incoming:
+        while True:
+            _wait(sock, select.POLLIN, deadline, incoming.done)
+            if incoming.read():
+                return incoming.take()
 
 
-def _receive_exactly(
-    sock: socket.socket, n: int, n_before: int, owned: list[OwnedFd], deadline: float, max_fds: int
-) -> bytes:
-    """Read `n` bytes of a message of which `n_before` are read; add its descriptors to `owned`."""
-    buffer = bytearray(n)
-    n_read = 0
-    while n_read < n:
-        done = f"{n_before + n_read} of {n_before + n} bytes were received"
-        _wait(sock, select.POLLIN, deadline, done)
+class Incoming:
+    """One message that arrives in parts, for a program that watches many sockets at once.
+
+    Read whenever the socket is readable, until the message is complete, then take it.
+
+    Args:
+        sock: a connected unix stream socket, without `SO_PASSCRED`.
+        max_fds: how many descriptors to accept.
+
+    *Ownership*: the socket stays the caller's. Owns the descriptors until `take`; `close` closes them.
+    """
+
+    def __init__(self, sock: socket.socket, *, max_fds: int = MAX_FDS) -> None:
+        self._sock = sock
+        self._max_fds = max_fds
+        self._fds: list[OwnedFd] = []
+        self._buffer = bytearray(_LENGTH.size)
+        self._n_before = 0  # bytes of the message in front of the buffer
+        self._n_read = 0  # bytes in the buffer
+
+    @property
+    def done(self) -> str:
+        """How far it is, for an error's text."""
+        n, n_all = self._n_before + self._n_read, self._n_before + len(self._buffer)
+        return f"{n} of {n_all} bytes were received"
+
+    def read(self) -> bool:
+        """Read a part that is there, without waiting; return whether the message is complete.
+
+        Raises:
+            PeerClosedError, RemoteProtocolError, DescriptorError: as `receive_message`; close it then.
+        """
         try:
             # CMSG_LEN, not CMSG_SPACE: its padding would have room for one descriptor too many.
-            n_new, ancillary, flags, _ = sock.recvmsg_into(
-                [memoryview(buffer)[n_read:]], socket.CMSG_LEN(4 * max_fds), _RECEIVE_FLAGS
+            n_new, ancillary, flags, _ = self._sock.recvmsg_into(
+                [memoryview(self._buffer)[self._n_read :]],
+                socket.CMSG_LEN(4 * self._max_fds),
+                _RECEIVE_FLAGS,
             )
         except BlockingIOError:
-            continue
+            return False
         except ConnectionResetError as exc:
-            raise PeerClosedError(f"the peer reset the connection when {done}") from exc
-        n_owned = len(owned)
+            raise PeerClosedError(f"the peer reset the connection when {self.done}") from exc
+        n_owned = len(self._fds)
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                owned.extend(map(OwnedFd, array("i", data[: len(data) // 4 * 4])))
+                self._fds.extend(map(OwnedFd, array("i", data[: len(data) // 4 * 4])))
         if flags & socket.MSG_CTRUNC:
             raise DescriptorError(
-                f"descriptors were lost: more than {max_fds} were sent, or this process may open no more",
+                f"descriptors were lost: more than {self._max_fds} were sent, "
+                "or this process may open no more",
                 hint="compare `ulimit -n` with the number of open files",
             )
-        if len(owned) > n_owned and n_before + n_read > 0:
-            raise RemoteProtocolError(f"descriptors came when {done}; they belong to the first byte")
+        if len(self._fds) > n_owned and self._n_before + self._n_read > 0:
+            raise RemoteProtocolError(f"descriptors came when {self.done}; they belong to the first byte")
         if n_new == 0:
-            raise PeerClosedError(f"the peer closed the connection when {done}")
-        n_read += n_new
-    return bytes(buffer)
+            raise PeerClosedError(f"the peer closed the connection when {self.done}")
+        self._n_read += n_new
+        if self._n_before == 0 and self._n_read == _LENGTH.size:
+            (n,) = _LENGTH.unpack(self._buffer)
+            if n > MAX_PAYLOAD_NBYTES:
+                raise RemoteProtocolError(f"the peer announced {n} bytes, the limit is {MAX_PAYLOAD_NBYTES}")
+            self._buffer, self._n_before, self._n_read = bytearray(n), _LENGTH.size, 0
+        return self._n_before > 0 and self._n_read == len(self._buffer)
+
+    def take(self) -> tuple[bytes, list[OwnedFd]]:
+        """Return the payload and the descriptors of a complete message.
+
+        *Ownership*: the descriptors pass to the caller.
+        """
+        owned, self._fds = self._fds, []
+        return bytes(self._buffer), owned
+
+    def close(self) -> None:
+        """Close the descriptors that were not taken; idempotent."""
+        owned, self._fds = self._fds, []
+        for fd in owned:
+            fd.close()
+
+    def __enter__(self) -> Incoming:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _resolve(deadline: float | None) -> float:
@@ -453,6 +498,24 @@ def listen_unix(path: str | os.PathLike[str]) -> socket.socket:
         sock.listen()
         undo.pop_all()
     return sock
+
+
+@contextlib.contextmanager
+def listening(path: str | os.PathLike[str]) -> Iterator[socket.socket]:
+    """Listen as `listen_unix` does; close the listener and remove its socket file at the end.
+
+    Yields:
+        the listener.
+    """
+    with listen_unix(path) as listener:
+        made = os.lstat(path)
+        try:
+            yield listener
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                found = os.lstat(path)
+                if (found.st_dev, found.st_ino) == (made.st_dev, made.st_ino):  # not somebody else's by now
+                    os.unlink(path)
 
 
 def _remove_stale(name: str) -> None:

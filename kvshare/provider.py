@@ -3,7 +3,8 @@
 An `Offer` is a share as it arrives: header, descriptors, ledger. There are two ways to serve it:
 
 - `Provider` builds a llama.cpp context on the offered regions and decodes the prompt in it. The
-  decoder's cells are the provider's cells, so this works for every kind of cache.
+  decoder's cells are the provider's cells, so this works for every kind of cache. `WarmProvider` keeps
+  it for the next offer of the same memory.
 - `Offer.views` shows K and V of every layer as numpy arrays, for a provider that computes in another
   way. It fills the rows of the leased cells and calls `Offer.complete`. This works for plain caches.
 """
@@ -16,7 +17,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -69,6 +70,9 @@ _LAYOUT_PARAMS = (
     "flash_attn_type",
     "swa_full",
 )
+
+Progress = Callable[[int], None]
+"""Called with the number of tokens that are done."""
 
 # how long a provider waits for a decoder that does not read the outcome
 _TELL_S = 1.0
@@ -159,6 +163,14 @@ class Offer:
         """Whether the regions hold other sequences of the decoder as well."""
         return bool(self.header.params.get("exposes_all"))
 
+    def memory(self) -> list[tuple[int, int, int, int]]:
+        """Return what tells the memory of each region from any other: device, inode, offset, size."""
+        found = []
+        for entry in self.header.regions:
+            status = os.fstat(self._fds[entry.fd].fileno())
+            found.append((status.st_dev, status.st_ino, entry.offset, entry.size))
+        return found
+
     def native_regions(self) -> Any:
         """Return the regions as the array of structs that an import takes."""
         array = (signatures.Region * len(self.header.regions))()
@@ -199,17 +211,19 @@ class Offer:
         with contextlib.suppress(KvshareError):
             self.ledger.fail(message)
 
-    def close(self) -> None:
+    def close(self, *, leave_views: bool = False) -> None:
         """Unmap the regions and close the descriptors; idempotent.
+
+        Args:
+            leave_views: close the descriptors even if a view is still in use; the mapping then goes
+                when the view does.
 
         Raises:
             LocalProtocolError: a view is still in use; nothing was closed.
         """
         for each in self._mappings or ():
-            each.close()
-        self._close_descriptors()
-
-    def _close_descriptors(self) -> None:
+            with contextlib.suppress(*([LocalProtocolError] if leave_views else [])):
+                each.close()
         self._mappings = None
         self.ledger.close()
         for owned in self._fds:
@@ -226,13 +240,8 @@ class Offer:
     ) -> None:
         if error is not None:
             self.fail(f"{type(error).__name__}: {error}")
-        try:
-            self.close()
-        except LocalProtocolError:
-            if error is None:
-                raise
-            # the error's own frames hold the views; their mappings go when they do
-            self._close_descriptors()
+        # an error's own frames may hold views
+        self.close(leave_views=error is not None)
 
     def _mapped(self) -> list[mapping.Mapping]:
         if self._mappings is None:
@@ -318,16 +327,49 @@ class Provider:
         """
         self.offer = offer
         self._lib = model.library.lib
+        self._memory = offer.memory()  # while the context lives, no other memory gets this identity
         params = self._requested(offer.header.params, overrides)
         with importing(offer):
             self.context = Context.create(model, n_threads=n_threads, **params)
         try:
             self._require_semantics(allow_other=allow_other_semantics)
-            lease = offer.native_lease()
-            self._lib.llama_kv_share_confine(self.context.handle, offer.seq_id, lease, len(lease))
+            self._confine()
         except BaseException:
             self.context.close()
             raise
+
+    def _confine(self) -> None:
+        lease = self.offer.native_lease()
+        self._lib.llama_kv_share_confine(self.context.handle, self.offer.seq_id, lease, len(lease))
+
+    def rebind(self, offer: Offer) -> bool:
+        """Serve a next offer with the same context, if it offers the same memory.
+
+        The same are descriptor, place and size of every region, layout, semantics and parameters. The
+        sequence may be another one where the cache is plain; other caches keep it, because emptying a
+        sequence may write to its memory, which is the decoder's again by now.
+
+        Args:
+            offer: a received share.
+
+        Returns:
+            Whether it is the same. If not, nothing has changed: close this provider, make another one.
+
+        *Ownership*: the offer stays the caller's; the one before is not used any more.
+        """
+        before, now = self.offer.header, offer.header
+        if (before.layout, before.semantics) != (now.layout, now.semantics):
+            return False
+        may_differ = {"seq_id"} if all(cache.is_plain for cache in offer.layout.caches) else set()
+        if _without(before.params, may_differ) != _without(now.params, may_differ):
+            return False
+        if self._memory != offer.memory():
+            return False
+        # not `forget`: that would zero the decoder's memory
+        self.context.clear(self.offer.seq_id)
+        self.offer = offer
+        self._confine()
+        return True
 
     @staticmethod
     def _requested(params: Any, overrides: dict[str, Any]) -> dict[str, Any]:
@@ -356,19 +398,23 @@ class Provider:
             expected = self.offer.header.params.get("semantics")
             require_equal_semantics(expected if isinstance(expected, str) else "{}", buffer.value.decode())
 
-    def prefill(self, tokens: Sequence[int], *, progress: Callable[[int], None] | None = None) -> None:
+    def prefill(self, tokens: Sequence[int], *, progress: Progress | None = None) -> None:
         """Decode a prompt into the leased cells; the ledger's watermark follows each graph.
 
         A model with an encoder encodes the same tokens first, as its decoder has to.
 
         Args:
             tokens: token ids, from position 0.
-            progress: called with the number of tokens that are done.
+            progress: called after each graph with the number of tokens that are done. What it raises
+                ends the prefill there; the ledger is left to the caller, and `rebind` works as ever.
 
         Raises:
-            LocalProtocolError: more tokens than the lease has cells.
+            LocalProtocolError: no tokens, or more than the lease has cells, or one that the model
+                does not have.
+            ReplayError: the share was issued anew meanwhile.
             NativeError: llama.cpp cannot decode.
         """
+        self.context.model.check_tokens(tokens)
         self._require_room(len(tokens))
         ledger = self.offer.ledger
 
@@ -419,6 +465,64 @@ class Provider:
         self.close()
 
 
+class WarmProvider:
+    """Fill one offer after the other; keep the context while they offer the same memory.
+
+    Attributes:
+        provider: the context that is kept, or None.
+    """
+
+    def __init__(self, model: Model, **options: Any) -> None:
+        """Make it; nothing is built before the first offer.
+
+        Args:
+            model: the decoders' model.
+            options: as for `Provider`.
+        """
+        self.provider: Provider | None = None
+        self._model = model
+        self._options = options
+
+    def fill(
+        self, offer: Offer, tokens: Sequence[int], *, begun: Callable[[bool], None], progress: Progress
+    ) -> None:
+        """Prefill tokens into an offer, and vouch for them.
+
+        Args:
+            offer: a received share; stays the caller's, and may be closed after this.
+            tokens: the prompt.
+            begun: called before the first graph; True says that the context of the last offer goes on.
+            progress: as for `Provider.prefill`.
+
+        Raises:
+            KvshareError: as `Provider` and its methods; the ledger is left to the caller.
+        """
+        warm = self.provider is not None and self.provider.rebind(offer)
+        if not warm:
+            self.forget()
+            self.provider = Provider(offer, self._model, **self._options)
+        assert self.provider is not None
+        begun(warm)
+        self.provider.prefill(tokens, progress=progress)
+        self.provider.publish()
+
+    def forget(self) -> None:
+        """Free the context, and with it the mappings of the decoder's memory; idempotent."""
+        provider, self.provider = self.provider, None
+        if provider is not None:
+            provider.close()
+
+    def __enter__(self) -> WarmProvider:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.forget()
+
+
+def _without(params: Mapping[str, wire.Scalar], names: set[str]) -> dict[str, wire.Scalar]:
+    return {name: value for name, value in params.items() if name not in names}
+
+
 def _param(params: Any, name: str) -> int | float:
     value = params.get(name)
     if not isinstance(value, (int, float)):
@@ -441,7 +545,7 @@ def serve(
     tokens: Sequence[int],
     *,
     deadline: float | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
     **options: Any,
 ) -> None:
     """Serve one share: listen, receive, prefill, publish.
@@ -458,7 +562,7 @@ def serve(
         KvshareError: what went wrong; the decoder is told, and the ledger says it.
     """
     with (
-        fds.listen_unix(path) as listener,
+        fds.listening(path) as listener,
         serving(listener, model, tokens, deadline=deadline, progress=progress, **options),
     ):
         pass
@@ -471,7 +575,7 @@ def serving(
     tokens: Sequence[int],
     *,
     deadline: float | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
     **options: Any,
 ) -> Iterator[Provider]:
     """Serve the next share that arrives at a listening socket; as `serve`.
@@ -502,9 +606,10 @@ def serving(
             provider = stack.enter_context(Provider(offer, model, **options))
             provider.prefill(tokens, progress=advance)
             provider.publish()
-        except Exception as error:
+        except BaseException as error:
             offer.fail(f"{type(error).__name__}: {error}")
-            tell(wire.Outcome(share_id=offer.header.share_id, ok=False, error=str(error)))
+            said = str(error) if isinstance(error, Exception) else "the provider was stopped"
+            tell(wire.Outcome(share_id=offer.header.share_id, ok=False, error=said))
             raise
         tell(wire.Outcome(share_id=offer.header.share_id, ok=True))
         yield provider

@@ -25,6 +25,8 @@ FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20, "bf16": 30}
 """Names of the enum ggml_type values that a cache may have."""
 
+_VOCAB_TYPE_NONE = 0  # enum llama_vocab_type
+
 Logits = npt.NDArray[np.float32]
 
 
@@ -88,8 +90,28 @@ class Model:
         """Whether prompts go through an encoder first."""
         return bool(self.library.llama.llama_model_has_encoder(self.pointer))
 
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Check that there are tokens, and that the model has all of them.
+
+        Raises:
+            LocalProtocolError: there are none, or one is not in `[0, n_vocab)`.
+        """
+        if len(tokens) == 0:
+            raise LocalProtocolError("there are no tokens")
+        n_vocab = self.n_vocab
+        for i, token in enumerate(tokens):
+            if not 0 <= token < n_vocab:
+                raise LocalProtocolError(f"token {i} is {token}, which is not in [0, {n_vocab})")
+
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        """Return the token ids of a text."""
+        """Return the token ids of a text.
+
+        Raises:
+            ModelError: the model has no tokenizer.
+        """
+        # llama.cpp would end the process
+        if self.library.llama.llama_vocab_type(self._vocab) == _VOCAB_TYPE_NONE:
+            raise ModelError("this model has no tokenizer", hint="give the prompt as token ids")
         data = text.encode()
         size = len(data) + 16
         for _ in range(2):
@@ -277,7 +299,9 @@ class Context:
             position: position of the first one.
             seq_id: the sequence.
             logits: compute the logits of the last token.
-            progress: called with the number of tokens that are done after each graph.
+            progress: called with the number of tokens that are done after each graph. What it raises
+                ends the decode there: the sequence holds the tokens up to then, and the context goes
+                on as ever.
 
         Raises:
             NativeError: llama.cpp refuses; status 1 means that no cells are free.
@@ -343,7 +367,11 @@ class Context:
         self.library.llama.llama_memory_clear(self.memory, True)
 
     def save(self, path: str | os.PathLike[str], tokens: Sequence[int], *, seq_id: int = 0) -> int:
-        """Save a sequence to a state file with llama.cpp's own function; return the bytes written."""
+        """Save a sequence to a state file with llama.cpp's own function; return the bytes written.
+
+        Raises:
+            NativeError: it cannot be written, or not all of it.
+        """
         ids = (ctypes.c_int32 * len(tokens))(*tokens)
         n = int(
             self.library.llama.llama_state_seq_save_file(
@@ -352,6 +380,10 @@ class Context:
         )
         if n == 0:
             raise NativeError("llama_state_seq_save_file", 0, f"cannot save to {path}")
+        # llama.cpp does not look at what closing the file says
+        found = os.stat(path).st_size
+        if found != n:
+            raise NativeError("llama_state_seq_save_file", n, f"{path} has {found} bytes, is the disk full?")
         return n
 
     def restore(self, path: str | os.PathLike[str], *, seq_id: int = 0) -> list[int]:

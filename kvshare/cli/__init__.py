@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from kvshare import __version__
-from kvshare.errors import KvshareError
+from kvshare.errors import KvshareError, MismatchError
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-COMMANDS = ("demo", "doctor", "build", "patch")
+COMMANDS = ("demo", "doctor", "prefill", "provider", "engine", "build", "patch")
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
@@ -35,6 +35,9 @@ _EPILOG = """\
 examples:
   kvshare demo                      the handoff, in two processes, on a real model
   kvshare doctor                    is everything there?
+  kvshare prefill --help            one prompt, into a decoder's memory or into a file
+  kvshare provider --help           a provider that stays
+  kvshare engine --help             a front for llama-server that hands long prompts over
   kvshare build                     fetch, patch and compile the pinned llama.cpp
   kvshare patch check ~/llama.cpp   does the series fit a tree of yours?
 
@@ -126,8 +129,15 @@ def _report(error: KvshareError | OSError, *, as_json: bool) -> int:
     hint = error.hint if isinstance(error, KvshareError) else None
     code = error.exit_code if isinstance(error, KvshareError) else KvshareError.exit_code
     if as_json:
-        details = {"type": type(error).__name__, "message": str(error), "hint": hint, "exit_code": code}
-        print(json.dumps({"ok": False, "error": details}))
+        details: dict[str, object] = {
+            "type": type(error).__name__,
+            "message": str(error),
+            "hint": hint,
+            "exit_code": code,
+        }
+        if isinstance(error, MismatchError):
+            details |= {"field": error.field, "expected": error.expected, "found": error.found}
+        print(json.dumps({"ok": False, "error": details}, default=str))
     else:
         print(f"kvshare: error: {error}", file=sys.stderr)
         if hint:

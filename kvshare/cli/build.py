@@ -16,6 +16,7 @@ _EPILOG = """\
 examples:
   kvshare build                                 the pinned release, for this CPU
   kvshare build --cmake-arg GGML_CUDA=ON --cmake-arg CMAKE_CUDA_ARCHITECTURES=90
+  kvshare build --server                        also the patched llama-server, about 10 minutes more
   kvshare build --target test-llama-archs       also one of llama.cpp's own programs
   kvshare build --source ~/llama.cpp            a checkout that has the patch series
 
@@ -37,6 +38,7 @@ def register(subparsers: Subparsers) -> None:
         json_help="print one JSON object that describes the build",
     )
     parser.add_argument("--source", type=Path, metavar="DIR", help="compile this patched checkout instead")
+    parser.add_argument("--server", action="store_true", help="build llama-server as well")
     parser.add_argument("--target", action="append", default=[], metavar="NAME", help="build this as well")
     parser.add_argument(
         "--cmake-arg", action="append", default=[], metavar="NAME=VALUE", help="CMake option, repeatable"
@@ -51,7 +53,7 @@ def register(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run `kvshare build`."""
-    from kvshare.build import build, fetch_sdist
+    from kvshare.build import SERVER, build, fetch_sdist
     from kvshare.cli import progress
 
     start = time.monotonic()
@@ -61,7 +63,11 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps({"ok": True, "sdist": str(path)}) if args.json else path)
             return 0
         info = build(
-            source=args.source, targets=args.target, cmake_args=args.cmake_arg, jobs=args.jobs, progress=show
+            source=args.source,
+            targets=[*args.target, *([SERVER] if args.server else [])],
+            cmake_args=args.cmake_arg,
+            jobs=args.jobs,
+            progress=show,
         )
     seconds = time.monotonic() - start
     if args.json:

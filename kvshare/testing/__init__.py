@@ -2,6 +2,7 @@
 
 - `fakes`: a decoder and a provider that need no llama.cpp, over real shared memory.
 - `contract`: checks that every decoder and every provider has to pass.
+- `http`, `server_contract`: the same for a llama-server; need aiohttp, and are imported by their names.
 - `faults`: what a broken peer sends and writes.
 - `strategies`: hypothesis strategies for layouts, headers and ledgers; needs the extra `test`.
 """

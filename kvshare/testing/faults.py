@@ -71,7 +71,8 @@ def send_framed(
     framed = struct.pack("<I", len(payload) if length is None else length) + payload
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
     n_sent = sock.sendmsg([framed], ancillary)
-    sock.sendall(framed[n_sent:])
+    if n_sent < len(framed):  # a peer that has read enough may be gone
+        sock.sendall(framed[n_sent:])
 
 
 def shorter_memfd(fd: int, n_missing: int) -> OwnedFd:

@@ -29,6 +29,10 @@ FAMILIES = {
     PermissionError(13, "Permission denied", "/x"): 1,
 }
 
+FIELDS: dict[type[Exception], dict[str, str]] = {
+    errors.LayoutMismatchError: {"field": "k.type", "expected": "f16", "found": "q8_0"}
+}
+
 
 def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def run(args: argparse.Namespace) -> int:
@@ -60,6 +64,7 @@ def test_error_is_one_line_and_an_exit_code(
             "message": str(error),
             "hint": hint,
             "exit_code": FAMILIES[error],
+            **FIELDS.get(type(error), {}),
         },
     }
 

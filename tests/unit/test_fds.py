@@ -314,6 +314,43 @@ def test_cut_anywhere(pair: tuple[socket.socket, socket.socket]) -> None:
                     fds.receive_message(right)
 
 
+def test_a_message_in_parts_without_waiting(pair: tuple[socket.socket, socket.socket]) -> None:
+    """For a program that watches many sockets: each read takes what is there, and never waits."""
+    near, far = pair
+    message = frame(b"abc")
+    with memfds(1) as made, fds.Incoming(far) as incoming:
+        assert not incoming.read()
+        assert incoming.done == "0 of 4 bytes were received"
+        send_raw(near, message[:1], made)
+        assert not incoming.read()
+        for byte in message[1:-1]:
+            send_raw(near, bytes([byte]))
+            assert not incoming.read()
+        assert incoming.done == "6 of 7 bytes were received"
+        send_raw(near, message[-1:] + b"next")
+        assert incoming.read()
+        payload, received = incoming.take()
+        assert payload == b"abc"
+        assert contents(received) == [0]
+        close_all(received)
+        assert far.recv(16) == b"next"  # never past the end of a message
+
+
+def test_a_message_that_is_given_up_closes_its_descriptors(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    near, far = pair
+    with memfds(2) as made:
+        send_raw(near, frame(b"abc")[:5], made)
+        before = len(os.listdir("/proc/self/fd"))
+        incoming = fds.Incoming(far)
+        assert not incoming.read()
+        assert len(os.listdir("/proc/self/fd")) == before + 2
+        incoming.close()
+        incoming.close()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_two_messages_back_to_back_keep_their_descriptors(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
@@ -530,6 +567,21 @@ def test_a_stale_socket_is_replaced_and_nothing_else() -> None:
             with pytest.raises(errors.LocalProtocolError, match="no socket"):
                 fds.listen_unix(other)
         assert (folder / "file").read_text() == "precious"
+
+
+def test_a_listener_removes_its_socket_and_no_other() -> None:
+    with fds.private_directory() as folder:
+        path = folder / "s"
+        with fds.listening(path):
+            assert path.is_socket()
+        assert not path.exists()
+        with fds.listening(path):
+            path.unlink()
+        with fds.listening(path):
+            path.unlink()
+            with fds.listen_unix(path):
+                pass  # somebody else's by now
+        assert path.is_socket()
 
 
 def test_nobody_listens() -> None:

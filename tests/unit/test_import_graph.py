@@ -28,9 +28,11 @@ MAY_IMPORT = {
     "_native": {"errors", "build", "fetch", "models", "patches"},
 }
 MAY_IMPORT["decoder"] = MAY_IMPORT["provider"] = {*MAY_IMPORT}
+MAY_IMPORT["service"] = {"errors", "fds", "wire", "provider"}
 MAY_IMPORT["prefix"] = {*MAY_IMPORT}
 MAY_IMPORT["server"] = {"errors", "layout", "wire"}
 MAY_IMPORT["engine"] = {*MAY_IMPORT}
+MAY_IMPORT["front"] = {*MAY_IMPORT}
 MAY_IMPORT["testing"] = MAY_IMPORT["cli"] = {*MAY_IMPORT}
 MAY_IMPORT["__main__"] = {"cli"}
 MAY_IMPORT[""] = {*MAY_IMPORT} - {"cli", "testing"}

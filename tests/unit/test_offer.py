@@ -18,6 +18,7 @@ from kvshare.errors import (
     LedgerDigestError,
     LedgerError,
     LedgerIncompleteError,
+    LocalProtocolError,
     NotShareableError,
     PeerClosedError,
     ProtocolError,
@@ -223,3 +224,15 @@ def test_a_corrupt_ledger_is_refused(decoder: FakeDecoder, share: FakeShare, lin
 
 def test_every_field_that_matters_is_tried() -> None:
     assert set(LEDGER_FIELDS) - set(EXPECTED) == {"blob_offset"}  # means nothing without a blob
+
+
+def test_close_while_a_view_is_used(decoder: FakeDecoder, share: FakeShare, link: Link) -> None:
+    send_framed(link[0], wire.encode(share.header), descriptors(decoder, share))
+    offer = Offer.receive(link[1])
+    views = offer.views()
+    with pytest.raises(LocalProtocolError, match="still in use"):
+        offer.close()
+    offer.close(leave_views=True)
+    views[0].k[0] = 1  # the mapping goes with the last view
+    del views
+    offer.close()

@@ -1,0 +1,274 @@
+"""Share, adopt and release over HTTP: what was handed over is what the next completion reuses."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvshare import Model
+from tests.server.conftest import Provider, Server, running
+
+pytestmark = pytest.mark.native
+
+OPTIONS = {
+    "default": ("--ctx-size", "4096"),
+    "np-4": ("--ctx-size", "4096", "-np", "4", "--no-kv-unified"),
+    "np-1": ("--ctx-size", "2048", "-np", "1"),
+}
+
+
+@pytest.fixture(scope="module", params=OPTIONS)
+def server(request: pytest.FixtureRequest, program: Path, model_path: Path) -> Iterator[Server]:
+    with running(program, model_path, "--slot-save-path", "/tmp", *OPTIONS[request.param]) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def model(model_path: Path) -> Iterator[Model]:
+    with Model.open(model_path) as model:
+        yield model
+
+
+@pytest.fixture
+def tokens(model: Model, request: pytest.FixtureRequest) -> list[int]:
+    """A prompt of its own for each test: nothing of it is in a cache."""
+    text = f"{request.node.name}: the keeper of the lighthouse wrote down every ship that passed. "
+    return (model.tokenize(text) * 20)[:300]
+
+
+@pytest.fixture
+def slot(server: Server) -> int:
+    """A slot that holds nothing."""
+    status, answer = server.slot(0, "erase", {})
+    assert status == 200, answer
+    return 0
+
+
+def share(server: Server, id_slot: int, name: str, **fields: Any) -> tuple[int, Any]:
+    return server.slot(id_slot, "share", {"socket": str(server.share_dir / name), **fields})
+
+
+def adopt(server: Server, id_slot: int, share_id: Any, tokens: list[int]) -> tuple[int, Any]:
+    """Adopt, waiting for the provider."""
+    deadline = time.monotonic() + 60
+    while True:
+        status, answer = server.slot(id_slot, "adopt", {"share_id": share_id, "tokens": tokens})
+        if status != 409 or "not done" not in answer["error"]["message"] or time.monotonic() > deadline:
+            return status, answer
+        time.sleep(0.02)
+
+
+def hand_over(server: Server, model: Model, id_slot: int, tokens: list[int]) -> Any:
+    with Provider(server.share_dir / f"{id_slot}-{tokens[2]}.sock", model, tokens) as provider:
+        status, offer = share(server, id_slot, provider.path.name, n_tokens=len(tokens) + 1)
+        assert status == 200, offer
+        status, adopted = adopt(server, id_slot, offer["share_id"], tokens)
+        assert status == 200, adopted
+    assert provider.error is None
+    assert adopted["n_adopted"] == adopted["n_usable"] == len(tokens)
+    assert adopted["bytes_moved"] == 0
+    return offer
+
+
+# -- what is handed over is reused ---------------------------------------------------------------
+
+
+def test_the_next_completion_reuses_it(server: Server, model: Model, slot: int, tokens: list[int]) -> None:
+    offer = hand_over(server, model, slot, tokens[:-1])
+    assert set(offer) == {
+        "id_slot",
+        "share_id",
+        "layout",
+        "semantics",
+        "params",
+        "regions",
+        "expires_ms",
+        "t_us",
+    }
+    answer = server.completion(tokens, id_slot=slot)
+    assert answer["timings"]["cache_n"] == len(tokens) - 1
+    assert answer["timings"]["prompt_n"] == 1
+    server.slot(slot, "erase", {})
+    plain = server.completion(tokens, id_slot=slot, cache_prompt=False)
+    assert plain["timings"]["cache_n"] == 0
+    assert plain["content"] == answer["content"]
+
+
+def test_without_a_slot_id(server: Server, model: Model, slot: int, tokens: list[int]) -> None:
+    hand_over(server, model, slot, tokens[:-1])
+    answer = server.completion(tokens)
+    assert (answer["id_slot"], answer["timings"]["cache_n"]) == (slot, len(tokens) - 1)
+
+
+def test_chat(server: Server, model: Model, slot: int) -> None:
+    messages = [{"role": "user", "content": "Which ships passed the lighthouse? " * 20}]
+    status, templated = server.call("POST", "/apply-template", {"messages": messages})
+    assert status == 200
+    tokens = server.call("POST", "/tokenize", {"content": templated["prompt"], "add_special": True})[1][
+        "tokens"
+    ]
+    hand_over(server, model, slot, tokens[:-1])
+    status, answer = server.call(
+        "POST",
+        "/v1/chat/completions",
+        {"messages": messages, "max_tokens": 8, "temperature": 0, "id_slot": slot},
+    )
+    assert status == 200, answer
+    assert answer["timings"]["cache_n"] == len(tokens) - 1
+
+
+def test_other_slots_go_on(server: Server, model: Model, slot: int, tokens: list[int]) -> None:
+    """A stream on another slot gives the same text while a share is open."""
+    if len(server.call("GET", "/slots")[1]) == 1:
+        return
+    other = model.tokenize("Once upon a time there was a keeper who")
+    alone = server.completion(other, id_slot=1, cache_prompt=False, n_predict=24)["content"]
+    found: list[str] = []
+
+    def stream() -> None:
+        found.append(server.completion(other, id_slot=1, cache_prompt=False, n_predict=24)["content"])
+
+    thread = threading.Thread(target=stream)
+    thread.start()
+    hand_over(server, model, slot, tokens[:-1])
+    thread.join()
+    assert found == [alone]
+
+
+# -- the life of a share -------------------------------------------------------------------------
+
+
+def test_a_refusal_keeps_the_chat(server: Server, model: Model, slot: int, tokens: list[int]) -> None:
+    server.completion(tokens, id_slot=slot)
+    with Provider(server.share_dir / "chat.sock", model, tokens) as provider:
+        status, answer = share(server, slot, "chat.sock")
+        assert status == 409, answer
+        # the provider waits for another one
+        status, offer = share(server, slot, "chat.sock")
+        assert status == 409, offer
+        server.slot(slot, "erase", {})
+        status, offer = share(server, slot, "chat.sock", n_tokens=len(tokens))
+        assert status == 200
+        assert adopt(server, slot, offer["share_id"], tokens)[0] == 200
+    assert provider.error is None
+
+
+def test_an_erase_kills_the_share(server: Server, model: Model, slot: int, tokens: list[int]) -> None:
+    with Provider(server.share_dir / "erase.sock", model, tokens[:40]):
+        status, offer = share(server, slot, "erase.sock")
+        assert status == 200, offer
+        server.slot(slot, "erase", {})
+        status, answer = server.slot(slot, "adopt", {"share_id": offer["share_id"], "tokens": tokens[:40]})
+        assert status == 409, answer
+    assert server.completion(tokens[:40], id_slot=slot)["timings"]["cache_n"] == 0
+
+
+def test_a_request_kills_the_share(server: Server, model: Model, slot: int, tokens: list[int]) -> None:
+    with Provider(server.share_dir / "request.sock", model, tokens[:40]):
+        status, offer = share(server, slot, "request.sock", n_tokens=256)
+        assert status == 200, offer
+        server.completion(tokens[100:140], id_slot=slot)
+        status, answer = server.slot(slot, "adopt", {"share_id": offer["share_id"], "tokens": tokens[:40]})
+        assert status == 409, answer
+
+
+def test_adopt_twice(server: Server, model: Model, slot: int, tokens: list[int]) -> None:
+    offer = hand_over(server, model, slot, tokens[:50])
+    status, answer = server.slot(slot, "adopt", {"share_id": offer["share_id"], "tokens": tokens[:50]})
+    assert status == 400, answer
+
+
+def test_other_tokens(server: Server, model: Model, slot: int, tokens: list[int]) -> None:
+    with Provider(server.share_dir / "other.sock", model, tokens[:50]) as provider:
+        status, offer = share(server, slot, "other.sock")
+        assert status == 200, offer
+        provider.join(60)
+        wrong = [*tokens[:49], tokens[49] + 1]
+        status, answer = server.slot(slot, "adopt", {"share_id": offer["share_id"], "tokens": wrong})
+        assert status == 409, answer
+        assert "token digest" in answer["error"]["message"]
+    assert server.completion(tokens[:50], id_slot=slot)["timings"]["cache_n"] == 0
+
+
+def test_release_is_idempotent(server: Server, model: Model, slot: int, tokens: list[int]) -> None:
+    with Provider(server.share_dir / "release.sock", model, tokens[:10]):
+        status, offer = share(server, slot, "release.sock")
+        assert status == 200, offer
+        for _ in range(3):
+            assert server.slot(slot, "release", {"share_id": offer["share_id"]})[0] == 200
+        assert server.slot(slot, "adopt", {"share_id": offer["share_id"], "tokens": tokens[:10]})[0] == 400
+    assert server.completion(tokens[:50], id_slot=slot)["timings"]["cache_n"] == 0
+
+
+# -- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share_id", [0, -1, 2**63, 2**53, "1", 1.5, None, True, [1], 12345])
+@pytest.mark.parametrize("action", ["adopt", "release"])
+def test_share_ids(server: Server, action: str, share_id: Any) -> None:
+    status, _ = server.slot(0, action, {"share_id": share_id, "tokens": [1, 2]})
+    assert status == (200 if action == "release" and share_id == 12345 else 400)
+
+
+@pytest.mark.parametrize("tokens", [None, [], [1.5], ["1"], [-1], [2**31], [10**9], "1", {"a": 1}, [None]])
+def test_tokens(server: Server, tokens: Any) -> None:
+    assert server.slot(0, "adopt", {"share_id": 1, "tokens": tokens})[0] == 400
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b'{"socket": 1}', b"\xff\xfe", b'{"socket": ""}']
+)
+def test_bodies(server: Server, body: bytes) -> None:
+    assert server.slot(0, "share", body)[0] == 400
+
+
+def test_sockets(server: Server, slot: int, tmp_path: Path) -> None:
+    inside = server.share_dir
+    (inside / "file").write_text("")
+    (inside / "link.sock").symlink_to("/tmp/nothing.sock")
+    (inside / "sub").mkdir(exist_ok=True)
+    for path, status in [
+        (str(tmp_path / "outside.sock"), 400),
+        (f"{inside}/../outside.sock", 400),
+        (f"{inside}/sub/below.sock", 400),
+        (f"{inside}/" + "x" * 120, 400),
+        ("relative.sock", 400),
+        (f"{inside}/", 400),
+        (f"{inside}/..", 400),
+        (f"{inside}/file", 400),
+        (f"{inside}/link.sock", 400),
+        (f"{inside}/nobody.sock", 502),
+    ]:
+        found, answer = server.slot(slot, "share", {"socket": path})
+        assert found == status, (path, answer)
+    for left in inside.iterdir():
+        if left.is_dir() and not left.is_symlink():
+            left.rmdir()
+        else:
+            left.unlink()
+
+
+@pytest.mark.parametrize("id_slot", ["99", "-1", "x"])
+def test_unknown_slots(server: Server, id_slot: str) -> None:
+    assert server.slot(id_slot, "release", {"share_id": 1})[0] == 400
+
+
+def test_without_kv_share(program: Path, model_path: Path) -> None:
+    """A server that was not asked to share says how to ask, and serves as ever."""
+    with running(program, model_path, "--ctx-size", "1024", "-np", "1", share_dir=False) as server:
+        status, answer = server.slot(0, "share", {"socket": "/tmp/x"})
+        assert status == 501
+        assert "--kv-share" in answer["error"]["message"]
+        assert server.completion([1, 2, 3], id_slot=0)["content"]
+
+
+def test_with_an_api_key(program: Path, model_path: Path, model: Model) -> None:
+    with running(program, model_path, "--ctx-size", "1024", "-np", "1", "--api-key", "secret") as server:
+        assert server.slot(0, "release", {"share_id": 1})[0] == 401
+        key = {"Authorization": "Bearer secret"}
+        assert server.call("POST", "/slots/0?action=release", {"share_id": 1}, headers=key)[0] == 200
