@@ -299,6 +299,10 @@ class ServerClient:
             raise RemoteProtocolError("apply-template: the answer has no prompt")
         return prompt
 
+    async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Ask for something that has no method of its own here, and return the answer's object."""
+        return _object(await self._request("POST", path, body), path)
+
     # -- slot actions --
 
     async def share(self, id_slot: int, socket: str, *, n_tokens: int | None = None) -> Shared:

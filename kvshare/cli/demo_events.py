@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 N_GENERATE = 16
 
-_TEXT = (
+TEXT = (
     "The lighthouse keeper counted the ships that passed in the night and wrote their names into a "
     "book. In winter there were few, and the pages stayed white for weeks. He had learned to tell them "
     "by their lights, by the beat of their engines, and by the time they took to cross the bay. "
@@ -25,8 +25,8 @@ _TEXT = (
 
 def prompt(model: Model, n_tokens: int) -> list[int]:
     """Return a prompt of exactly `n_tokens` tokens, the same in both processes."""
-    tokens = model.tokenize(_TEXT)
-    part = model.tokenize(_TEXT, add_special=False)
+    tokens = model.tokenize(TEXT)
+    part = model.tokenize(TEXT, add_special=False)
     while len(tokens) < n_tokens:
         tokens += part
     return tokens[:n_tokens]
