@@ -50,7 +50,8 @@ from kvshare.server import AdoptedInSlot, Shared, Slot
 _log = logging.getLogger(__name__)
 
 DEFAULT_THRESHOLD = 512
-DEFAULT_PREFILL_TIMEOUT_S = 60.0
+DEFAULT_PREFILL_TIMEOUT_S = 3600.0
+DEFAULT_SILENCE_S = 60.0
 CLEANUP_TIMEOUT_S = 5.0
 SHARE_TIMEOUT_S = 15.0
 
@@ -68,7 +69,9 @@ class SharingDecoder(Protocol):
     async def slots(self) -> Sequence[Slot]:
         """Return all slots."""
 
-    async def share(self, id_slot: int, socket: str, *, n_tokens: int | None = None) -> Shared:
+    async def share(
+        self, id_slot: int, socket: str, *, n_tokens: int | None = None, expires_ms: int | None = None
+    ) -> Shared:
         """Send the descriptors of a clean slot to the provider at a socket."""
 
     async def adopt(self, id_slot: int, share_id: int, tokens: Sequence[int]) -> AdoptedInSlot:
@@ -493,7 +496,8 @@ class Engine:
         decoder: the decoder.
         prefiller: the provider.
         policy: what decides; it learns.
-        prefill_timeout_s: how long the provider may take for one prompt.
+        prefill_timeout_s: how long the provider may take for one prompt, in seconds; shares live as
+            long. A provider that hangs is noticed much earlier, see `ProviderClient`.
         evict: which slots may be emptied.
         clock: steady seconds, for the policy.
 
@@ -670,7 +674,10 @@ class Engine:
         self, decoder: SharingDecoder, id_slot: int, n_tokens: int, reserved: list[int]
     ) -> Shared:
         """Share; if this is cancelled meanwhile, what comes of it is released."""
-        sharing = asyncio.ensure_future(decoder.share(id_slot, self.prefiller.socket, n_tokens=n_tokens))
+        expires_ms = math.ceil((self._prefill_timeout_s + CLEANUP_TIMEOUT_S) * 1000)
+        sharing = asyncio.ensure_future(
+            decoder.share(id_slot, self.prefiller.socket, n_tokens=n_tokens, expires_ms=expires_ms)
+        )
         try:
             return await asyncio.shield(sharing)
         except asyncio.CancelledError:
@@ -742,10 +749,14 @@ class ProviderClient:
 
     Args:
         socket: where it listens, for shares and for jobs.
+        silence_s: how long it may say nothing, in seconds: nothing of any job, as it does one after
+            the other.
     """
 
-    def __init__(self, socket: str | os.PathLike[str]) -> None:
+    def __init__(self, socket: str | os.PathLike[str], *, silence_s: float = DEFAULT_SILENCE_S) -> None:
         self.socket = os.fspath(socket)
+        self._silence_s = silence_s
+        self._heard = 0.0
 
     async def prefill(
         self,
@@ -766,7 +777,7 @@ class ProviderClient:
         Raises:
             PeerRefusedError: nobody listens, or somebody else does.
             PeerClosedError: the provider hung up, or died.
-            DeadlineExceededError: it was not done in time.
+            DeadlineExceededError: it was not done in time, or it was silent for too long.
             LedgerIncompleteError: it says that it has failed, and why.
             RemoteProtocolError: it says something that is no answer.
             LocalProtocolError: too many tokens for one message.
@@ -783,11 +794,12 @@ class ProviderClient:
         self, share_id: int, job: bytes, deadline: float, progress: Callable[[int, int], None] | None
     ) -> None:
         reader, writer = await self._connect(deadline)
+        self._heard = time.monotonic()
         try:
             writer.write(_LENGTH.pack(len(job)) + job)
             await writer.drain()
             while True:
-                message = wire.decode(await _frame(reader))
+                message = wire.decode(await self._hear(reader))
                 if not isinstance(message, (wire.Progress, wire.Outcome)) or message.share_id != share_id:
                     raise RemoteProtocolError(f"unexpected {type(message).__name__} from the provider")
                 if isinstance(message, wire.Outcome):
@@ -800,6 +812,21 @@ class ProviderClient:
             raise PeerClosedError("the provider closed the connection before it was done") from exc
         finally:
             writer.transport.abort()
+
+    async def _hear(self, reader: asyncio.StreamReader) -> bytes:
+        """Read the next message, unless the provider is silent for too long."""
+        reading = asyncio.ensure_future(_frame(reader))
+        try:
+            while not reading.done():
+                left = self._heard + self._silence_s - time.monotonic()
+                if left <= 0:
+                    raise DeadlineExceededError(f"the provider was silent for {self._silence_s:g} s")
+                await asyncio.wait([reading], timeout=left)
+        except BaseException:
+            reading.cancel()
+            raise
+        self._heard = time.monotonic()
+        return await reading
 
     async def _connect(self, deadline: float) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         connecting = asyncio.ensure_future(
@@ -877,9 +904,12 @@ class InProcessDecoder:
 
         return await self.run(look)
 
-    async def share(self, id_slot: int, socket: str, *, n_tokens: int | None = None) -> Shared:
+    async def share(
+        self, id_slot: int, socket: str, *, n_tokens: int | None = None, expires_ms: int | None = None
+    ) -> Shared:
         """Share a sequence; as `kvshare.Decoder.share` and `Share.send`."""
-        share = await self.run(lambda: self.decoder.share(id_slot, n_tokens=n_tokens))
+        limits = {} if expires_ms is None else {"expires_ms": expires_ms}
+        share = await self.run(lambda: self.decoder.share(id_slot, n_tokens=n_tokens, **limits))
         self._shares[share.share_id] = share
         sending = asyncio.ensure_future(asyncio.to_thread(share.send, socket))
         try:

@@ -62,6 +62,7 @@ KINDS: Mapping[str, type[KvshareError]] = {
     "slot_in_use": SequenceInUseError,
     "ledger_incomplete": LedgerIncompleteError,
     "ledger_digest": LedgerDigestError,
+    "ledger_malformed": LedgerError,
     "unknown_share": ReplayError,
 }
 """What `error.kind` of an answer may say, and the error that it becomes."""
@@ -305,17 +306,22 @@ class ServerClient:
 
     # -- slot actions --
 
-    async def share(self, id_slot: int, socket: str, *, n_tokens: int | None = None) -> Shared:
+    async def share(
+        self, id_slot: int, socket: str, *, n_tokens: int | None = None, expires_ms: int | None = None
+    ) -> Shared:
         """Send the descriptors of a slot's memory to the provider that listens at a socket.
 
         Args:
             id_slot: an empty slot.
             socket: a path directly inside the folder that the server was given with `--kv-share`.
             n_tokens: tokens to make room for; None leaves it to the server.
+            expires_ms: milliseconds after which the share is dead; None leaves it to the server.
         """
         body: dict[str, Any] = {"socket": socket}
         if n_tokens is not None:
             body["n_tokens"] = n_tokens
+        if expires_ms is not None:
+            body["expires_ms"] = expires_ms
         answer = await self._action(id_slot, "share", body)
         return Shared(
             id_slot=_integer(answer, "id_slot"),

@@ -8,6 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# machines are shared: how long an example takes says nothing
+settings.register_profile("kvshare", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("kvshare")
 
 _FDS = Path("/proc/self/fd")
 

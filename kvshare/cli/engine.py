@@ -63,7 +63,7 @@ def register(subparsers: Subparsers) -> None:
         metavar="SECONDS",
         type=_seconds,
         default=60.0,
-        help="how long the provider may take for a prompt (default: %(default)s)",
+        help="how long the provider may be silent: no batch of any prompt done (default: %(default)s)",
     )
     parser.add_argument(
         "--patience",
@@ -127,9 +127,8 @@ async def _serve(args: argparse.Namespace) -> int:
     async with ServerClient(args.decoder) as server:
         engine = Engine(
             server,
-            ProviderClient(os.path.abspath(args.provider)),
+            ProviderClient(os.path.abspath(args.provider), silence_s=args.provider_timeout),
             Policy(threshold=args.threshold, patience=args.patience),
-            prefill_timeout_s=args.provider_timeout,
             evict=Evict(args.evict),
         )
         front = Front(

@@ -53,6 +53,7 @@ from kvshare.testing.fakes import FakeDecoder, FakeProvider, FakeShare, plain_la
 N_VOCAB = 32_000
 BOS = 1
 _POLL_S = 0.005
+_MAX_EXPIRES_MS = 24 * 3600 * 1000
 
 # what the contract says about an error: status, `error.type` as llama-server spells it, `error.kind`
 _ANSWERS: tuple[tuple[type[KvshareError], int, str, str], ...] = (
@@ -116,6 +117,7 @@ class FakeServer:
         delay_s: route or action -> seconds to wait before anything is done.
         chunk_delay_s: seconds between the parts of a streamed answer.
         local_ms_per_token: time that a local prefill takes, milliseconds.
+        expires_ms: how long a share lives at most, milliseconds.
         requests: method and path with query of every request.
         headers: headers of the last request of every path.
         n_cancelled: completions whose client hung up.
@@ -328,7 +330,11 @@ class FakeServer:
         n_tokens = body.get("n_tokens", self.n_ctx)
         if type(n_tokens) is not int or not 0 < n_tokens <= self.n_ctx:
             raise LocalProtocolError("n_tokens is out of range")
-        share = self.decoder.share(slot.id_slot, n_tokens=n_tokens, expires_ms=self.expires_ms)
+        expires_ms = body.get("expires_ms", self.expires_ms)
+        if type(expires_ms) is not int or not 0 < expires_ms <= _MAX_EXPIRES_MS:
+            raise LocalProtocolError("expires_ms is out of range")
+        expires_ms = min(expires_ms, self.expires_ms)
+        share = self.decoder.share(slot.id_slot, n_tokens=n_tokens, expires_ms=expires_ms)
         self._shares[share.share_id] = share
         slot.share_id = share.share_id
         t_us = (time.perf_counter_ns() - start) / 1000

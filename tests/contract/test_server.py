@@ -15,10 +15,10 @@ from kvshare.testing.server_contract import Check, NotApplicable, ServerUnderTes
 
 
 @contextlib.contextmanager
-def fake(*, api_key: str | None = None, expires_ms: int = 60_000) -> Iterator[ServerUnderTest]:
+def fake(*, api_key: str | None = None) -> Iterator[ServerUnderTest]:
     with (
         tempfile.TemporaryDirectory(prefix="kvs-") as directory,
-        FakeServer(directory=directory, api_key=api_key, expires_ms=expires_ms) as server,
+        FakeServer(directory=directory, api_key=api_key) as server,
     ):
         server.chunk_delay_s = 0.005
         yield ServerUnderTest(server.url, directory, server.n_slots, serving_once, api_key)
@@ -26,17 +26,13 @@ def fake(*, api_key: str | None = None, expires_ms: int = 60_000) -> Iterator[Se
 
 @pytest.mark.parametrize("check", [pytest.param(check, id=name) for name, check in check_server(fake)])
 def test_fake(check: Check) -> None:
-    with contextlib.suppress(NotApplicable):  # two, which the tests below show
+    with contextlib.suppress(NotApplicable):  # the API key, which the test below shows
         check()
 
 
 @pytest.mark.parametrize("name", ["wants_its_key", "hands_over", "describes_a_share"])
 def test_fake_with_a_key(name: str) -> None:
     dict(check_server(partial(fake, api_key="secret")))[name]()
-
-
-def test_fake_with_short_shares() -> None:
-    dict(check_server(partial(fake, expires_ms=800)))["lets_shares_expire"]()
 
 
 class Faulty(FakeServer):

@@ -198,4 +198,4 @@ class DecoderLife(RuleBasedStateMachine):
 
 
 TestFakeDecoderLife = DecoderLife.TestCase
-TestFakeDecoderLife.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestFakeDecoderLife.settings = settings(max_examples=40, stateful_step_count=30)

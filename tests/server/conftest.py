@@ -94,6 +94,10 @@ class Server:
         assert status == 200, answer
         return answer
 
+    def maps(self) -> list[str]:
+        """Return the process's mappings, a line each."""
+        return Path(f"/proc/{self.process.pid}/maps").read_text().splitlines()
+
     def __enter__(self) -> Server:
         self.wait()
         return self

@@ -12,7 +12,7 @@ import pytest
 
 from kvshare import Model, fds
 from kvshare.provider import serving
-from kvshare.testing.server_contract import NotApplicable, ServerUnderTest, check_server
+from kvshare.testing.server_contract import ServerUnderTest, check_server
 from tests.server.conftest import Server, running
 
 pytestmark = pytest.mark.native
@@ -68,5 +68,4 @@ def under_test(server: Server, model: Model) -> ServerUnderTest:
 @pytest.mark.parametrize("name", NAMES)
 def test_contract(under_test: ServerUnderTest, name: str) -> None:
     checks = dict(check_server(lambda: contextlib.nullcontext(under_test)))
-    with contextlib.suppress(NotApplicable):  # shares that expire within seconds: the fake shows it
-        checks[name]()
+    checks[name]()

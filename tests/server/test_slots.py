@@ -264,6 +264,10 @@ def test_without_kv_share(program: Path, model_path: Path) -> None:
         status, answer = server.slot(0, "share", {"socket": "/tmp/x"})
         assert status == 501
         assert "--kv-share" in answer["error"]["message"]
+        status, answer = server.slot(0, "erase", {})
+        assert status == 501
+        assert "--slot-save-path" in answer["error"]["message"]
+        assert not any("memfd" in line for line in server.maps())
         assert server.completion([1, 2, 3], id_slot=0)["content"]
 
 

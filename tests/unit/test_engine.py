@@ -346,9 +346,13 @@ class Scripted:
             for i, n in enumerate(self.n_tokens)
         ]
 
-    async def share(self, id_slot: int, socket: str, *, n_tokens: int | None = None) -> Shared:
+    async def share(
+        self, id_slot: int, socket: str, *, n_tokens: int | None = None, expires_ms: int | None = None
+    ) -> Shared:
         assert socket == self.socket
         assert n_tokens == len(TOKENS)
+        assert expires_ms is not None
+        assert expires_ms > 0
         if id_slot in self.live.values():
             raise SequenceInUseError("leased")
         await self._do("share")
@@ -664,12 +668,20 @@ def service(folder: Path) -> Iterator[FakeService]:
         yield running
 
 
-def drive(server: FakeServer, path: Path, work: Callable[[Engine], Awaitable[None]], **options: Any) -> None:
+def drive(
+    server: FakeServer,
+    path: Path,
+    work: Callable[[Engine], Awaitable[None]],
+    *,
+    silence_s: float = 60,
+    **options: Any,
+) -> None:
     """Run something with an engine over sockets."""
 
     async def main() -> None:
         async with ServerClient(server.url) as client:
-            driven = Engine(client, ProviderClient(path), Policy(threshold=100), **options)
+            provider = ProviderClient(path, silence_s=silence_s)
+            driven = Engine(client, provider, Policy(threshold=100), **options)
             await work(driven)
             await driven.close()
 
@@ -734,6 +746,21 @@ def test_provider_is_slow(server: FakeServer, service: FakeService, folder: Path
 
     drive(server, folder / "p.sock", work, prefill_timeout_s=0.2)
     require_clean(server)
+
+
+def test_provider_is_silent(server: FakeServer, service: FakeService, folder: Path) -> None:
+    """It may take as long as it likes, as long as it goes on."""
+    service.step_s = 0.1
+
+    async def work(driven: Engine) -> None:
+        assert (await outcome(driven)).reason is Reason.HANDED_OVER
+        service.step_s = 5.0
+        record = await outcome(driven, tokens=range(1000, 1300))
+        assert record.reason is Reason.PROVIDER_SLOW
+        assert "silent" in record.detail
+
+    drive(server, folder / "p.sock", work, silence_s=1.0)
+    assert server.n_live_shares == 0
 
 
 def test_provider_lies(server: FakeServer, service: FakeService, folder: Path) -> None:

@@ -6,14 +6,18 @@ difference: bytes that peers depend on have changed.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
 
-from kvshare import wire
+from kvshare import fds, wire
+from kvshare.errors import KvshareError
 from kvshare.ledger import HEADER_NBYTES, Ledger, tokens_digest
+from kvshare.server import KINDS
 
 HERE = Path(__file__).parent
 LAYOUT = hashlib.sha256(b"layout").hexdigest()
@@ -79,40 +83,92 @@ def wire_vectors() -> list[dict[str, Any]]:
     return vectors
 
 
+def _ledger(name: str) -> tuple[bytes, bytes]:
+    """Write a ledger as `name` says; return its header and its blob."""
+    blob = b"metadata" if name == "complete" else b""
+    with Ledger.create(SHARE_ID, LAYOUT, SEMANTICS) as ledger:
+        if name != "issued":
+            ledger.begin()
+            ledger.advance(2 if name in ("filling", "failed") else len(TOKENS))
+        if name.startswith("complete"):
+            ledger.complete(tokens_digest(TOKENS), len(TOKENS), hashlib.sha256(b"rows").digest(), blob)
+        elif name == "failed":
+            ledger.fail("0 € übrig")
+        with ledger.view() as view:
+            return bytes(view[:HEADER_NBYTES]), blob
+
+
+def _damaged() -> dict[str, bytes]:
+    """Ledgers that a decoder must refuse, made from a complete one."""
+    header, blob = _ledger("complete")
+
+    def with_(offset: int, data: bytes) -> bytes:
+        return header[:offset] + data + header[offset + len(data) :] + blob
+
+    u32, u64 = struct.Struct("<I").pack, struct.Struct("<Q").pack
+    return {
+        "no header": header[:-1],
+        "other magic": with_(0, b"KVSLEDG2"),
+        "other version": with_(8, u32(2)),
+        "header too small": with_(12, u32(511)),
+        "header too large": with_(12, u32(len(header + blob) + 1)),
+        "unknown state": with_(88, u32(4)),
+        "blob in the header": with_(184, u64(511)),
+        "blob outside": with_(184, u64(len(header) + 1)),
+        "blob offset overflows": with_(184, u64((1 << 64) - 1)),
+        "blob size overflows": with_(192, u64((1 << 64) - 1)),
+        "of another share": with_(16, u64(SHARE_ID - 1)),
+        "vouched for another share": with_(112, u64(SHARE_ID - 1)),
+        "other layout": with_(24, b"\0"),
+        "other semantics": with_(56, b"\0"),
+        "fewer tokens": with_(104, u64(len(TOKENS) - 1)),
+        "more tokens": with_(104, u64(len(TOKENS) + 1)),
+        "half filled": with_(96, u64(2)),
+        "other tokens": with_(120, b"\0"),
+    }
+
+
 def ledger_vectors() -> list[dict[str, Any]]:
+    ledgers = {
+        name: b"".join(_ledger(name))
+        for name in ("issued", "filling", "complete", "complete, no blob", "failed")
+    }
     vectors = []
-    for name in ("issued", "filling", "complete", "complete, no blob", "failed"):
-        blob = b"metadata" if name == "complete" else b""
-        with Ledger.create(SHARE_ID, LAYOUT, SEMANTICS) as ledger:
-            if name != "issued":
-                ledger.begin()
-                ledger.advance(2 if name in ("filling", "failed") else len(TOKENS))
-            if name.startswith("complete"):
-                ledger.complete(tokens_digest(TOKENS), len(TOKENS), hashlib.sha256(b"rows").digest(), blob)
-            elif name == "failed":
-                ledger.fail("0 € übrig")
-            record = ledger.snapshot()
-            vectors.append(
-                {
-                    "name": name,
+    for name, data in (ledgers | _damaged()).items():
+        record, verdict = read_ledger(data)
+        vectors.append(
+            {
+                "name": name,
+                "expected": {
+                    "share_id": SHARE_ID,
+                    "layout": LAYOUT,
+                    "semantics": SEMANTICS,
                     "tokens": TOKENS,
-                    "record": {
-                        "share_id": record.share_id,
-                        "layout": record.layout,
-                        "semantics": record.semantics,
-                        "state": record.state,
-                        "n_filled": record.n_filled,
-                        "n_tokens": record.n_tokens,
-                        "vouched_share_id": record.vouched_share_id,
-                        "tokens_sha256": record.tokens_sha256.hex(),
-                        "sample_digest": record.sample_digest.hex(),
-                        "blob": record.blob.hex(),
-                        "error": record.error,
-                    },
-                    "bytes": ledger.view()[: HEADER_NBYTES + len(blob)].hex(),
-                }
-            )
+                },
+                "bytes": data.hex(),
+                "record": record,
+                "verdict": verdict,
+            }
+        )
     return vectors
+
+
+def read_ledger(data: bytes) -> tuple[dict[str, Any] | None, str]:
+    """Return what a decoder reads, None if the ledger is malformed, and its verdict, empty if it adopts."""
+    found = None
+    try:
+        fd = fds.memfd_create("vector", len(data))
+        os.pwrite(fd.fileno(), data, 0)
+        with Ledger.open(fd, len(data)) as ledger:
+            record = ledger.snapshot()
+        fields = dataclasses.asdict(record).items()
+        found = {name: value.hex() if isinstance(value, bytes) else value for name, value in fields}
+        record.verify(
+            share_id=SHARE_ID, layout=LAYOUT, semantics=SEMANTICS, tokens=TOKENS, sample_digest=None
+        )
+    except KvshareError as error:
+        return found, next(kind for kind, each in KINDS.items() if type(error) is each)
+    return found, ""
 
 
 if __name__ == "__main__":
