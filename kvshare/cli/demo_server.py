@@ -183,7 +183,9 @@ async def _run(
     await server.erase(_SLOT)
     step = f"{n_tokens:,} tokens: the provider prefills into the server's memory"
     show(step, 0, n_tokens - 1)
-    share_http_ms, shared = await _timed(server.share(_SLOT, provider.socket, n_tokens=n_tokens))
+    share_http_ms, shared = await _timed(
+        server.share(_SLOT, provider.socket, n_tokens=n_tokens, expires_ms=int(TIMEOUT_S * 1000))
+    )
     provider_prefill_ms, _ = await _timed(
         provider.prefill(
             shared.share_id,
