@@ -31,7 +31,8 @@ the decoder's parameters. What is given here must agree, except --n-batch and --
 
 --out prefills in a context of its own and writes llama.cpp's state file of a sequence, as
 llama-server's slot action `restore` reads it. The file appears when it is complete. The restoring
-side needs the same --type-k, --type-v and --flash-attn.
+side needs the same --type-k, --type-v and --flash-attn; a server with -np 4 --no-kv-unified needs
+--n-seq-max 4.
 
 Exactly the tokens that are given are prefilled. A decoder has to evaluate at least one token itself
 to get logits, so an engine hands over all but the last one: --all-but-last leaves it out.
