@@ -5,8 +5,8 @@ tokenized by the server itself, and handed over by the `Engine` if that pays. Al
 completion that is not wholly understood, is forwarded as it came. Answers are passed on as they
 arrive, byte for byte, with two headers more:
 
-- `X-Kvshare-Path`: `handoff`, `local` or `forwarded`, see `kvshare.engine.Route`
-- `X-Kvshare-Reason`: a word of `kvshare.engine.Reason`, and details
+- `X-Kvshare-Path`: `handoff`, `local` or `forwarded`, see `kvshare.policy.Route`
+- `X-Kvshare-Reason`: a word of `kvshare.policy.Reason`, and details
 
 `GET /metrics` is the front's own. A client that hangs up takes its handoff and its request along.
 
@@ -32,8 +32,9 @@ from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-from kvshare.engine import FAILURES, REFUSALS, Engine, Reason, Record, Route, Timings
+from kvshare.engine import Engine
 from kvshare.errors import KvshareError
+from kvshare.policy import FAILURES, REFUSALS, Reason, Record, Route, Timings
 from kvshare.server import ServerClient
 
 _log = logging.getLogger(__name__)

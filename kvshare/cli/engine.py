@@ -15,7 +15,7 @@ from kvshare.errors import KvshareError
 
 if TYPE_CHECKING:
     from kvshare.cli import Subparsers
-    from kvshare.engine import Record
+    from kvshare.policy import Record
 
 _EPILOG = """\
 examples:
@@ -109,8 +109,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _serve(args: argparse.Namespace) -> int:
-    from kvshare.engine import Engine, Evict, Policy, ProviderClient
+    from kvshare.engine import Engine, ProviderClient
     from kvshare.front import Front, serve
+    from kvshare.policy import Evict, Policy
     from kvshare.server import ServerClient
 
     stop = asyncio.Event()

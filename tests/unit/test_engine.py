@@ -28,16 +28,14 @@ from kvshare import (
     SequenceInUseError,
     fds,
 )
-from kvshare.engine import (
+from kvshare.engine import Engine, InProcessDecoder, ProviderClient
+from kvshare.policy import (
     FAILURES,
     REFUSALS,
-    Engine,
     Estimate,
     Evict,
-    InProcessDecoder,
     Memory,
     Policy,
-    ProviderClient,
     Reason,
     Record,
     Route,

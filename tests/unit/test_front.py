@@ -23,8 +23,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvshare import fds
-from kvshare.engine import Engine, Policy, ProviderClient, Reason, Record, Timings
+from kvshare.engine import Engine, ProviderClient
 from kvshare.front import ROUTES, Completion, Front, NotUnderstoodError, Tail, serve
+from kvshare.policy import Policy, Reason, Record, Timings
 from kvshare.server import ServerClient
 from kvshare.testing.http import FakeServer, FakeService
 from kvshare.testing.strategies import json_values

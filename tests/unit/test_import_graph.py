@@ -32,6 +32,7 @@ MAY_IMPORT["service"] = {"errors", "fds", "wire", "provider"}
 MAY_IMPORT["prefix"] = {*MAY_IMPORT}
 MAY_IMPORT["server"] = {"errors", "layout", "wire"}
 MAY_IMPORT["processes"] = {"errors"}
+MAY_IMPORT["policy"] = {"errors", "server"}
 MAY_IMPORT["engine"] = {*MAY_IMPORT}
 MAY_IMPORT["front"] = {*MAY_IMPORT}
 MAY_IMPORT["testing"] = MAY_IMPORT["cli"] = {*MAY_IMPORT}
