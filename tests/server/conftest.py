@@ -150,6 +150,12 @@ def model_path(library: Any) -> Path:
     return models.fetch("smollm2")
 
 
+@pytest.fixture(scope="session")
+def model(model_path: Path) -> Iterator[Model]:
+    with Model.open(model_path) as model:
+        yield model
+
+
 @contextlib.contextmanager
 def running(program: Path, model: Path, *options: str, share_dir: bool = True) -> Iterator[Server]:
     with fds.private_directory() as folder, Server(program, model, folder, options, share_dir) as server:

@@ -28,12 +28,6 @@ def server(program: Path, model_path: Path) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def model(model_path: Path) -> Iterator[Model]:
-    with Model.open(model_path) as model:
-        yield model
-
-
 @pytest.fixture
 def under_test(server: Server, model: Model) -> ServerUnderTest:
     @contextlib.contextmanager

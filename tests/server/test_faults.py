@@ -26,12 +26,6 @@ def server(program: Path, model_path: Path) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def model(model_path: Path) -> Iterator[Model]:
-    with Model.open(model_path) as model:
-        yield model
-
-
 @pytest.fixture
 def tokens(model: Model, request: pytest.FixtureRequest) -> list[int]:
     """A prompt of its own for each test."""

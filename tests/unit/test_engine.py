@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from kvshare import (
     RemoteProtocolError,
     ReplayError,
     SequenceInUseError,
-    fds,
 )
 from kvshare.engine import Engine, InProcessDecoder, ProviderClient
 from kvshare.policy import (
@@ -646,24 +645,6 @@ def test_a_server_that_cannot_erase_is_asked_once() -> None:
 
 
 # -- driving, over sockets ---------------------------------------------------------------------
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with fds.private_directory() as path:
-        yield path
-
-
-@pytest.fixture
-def server(folder: Path) -> Iterator[FakeServer]:
-    with FakeServer(directory=folder) as running:
-        yield running
-
-
-@pytest.fixture
-def service(folder: Path) -> Iterator[FakeService]:
-    with FakeService(folder / "p.sock") as running:
-        yield running
 
 
 def drive(

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvshare import fds
 from kvshare.engine import Engine, ProviderClient
 from kvshare.front import ROUTES, Completion, Front, NotUnderstoodError, Tail, serve
 from kvshare.policy import Policy, Reason, Record, Timings
@@ -33,24 +32,6 @@ from kvshare.testing.strategies import json_values
 TEXT = " ".join(f"word{i}" for i in range(200))
 COMPLETION = {"prompt": TEXT, "n_predict": 4}
 CHAT = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 4}
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with fds.private_directory() as path:
-        yield path
-
-
-@pytest.fixture
-def server(folder: Path) -> Iterator[FakeServer]:
-    with FakeServer(directory=folder) as running:
-        yield running
-
-
-@pytest.fixture
-def service(folder: Path) -> Iterator[FakeService]:
-    with FakeService(folder / "p.sock") as running:
-        yield running
 
 
 class Client:

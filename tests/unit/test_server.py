@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,25 +26,12 @@ from kvshare import (
     RemoteProtocolError,
     ReplayError,
     SequenceInUseError,
-    fds,
 )
 from kvshare.server import ServerBusyError, ServerClient, error_of, is_refusal
 from kvshare.testing.http import BOS, FakeServer, fake_template, fake_tokens, serving_once
 
 T = TypeVar("T")
 TOKENS = [5 + i for i in range(40)]
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with fds.private_directory() as path:
-        yield path
-
-
-@pytest.fixture
-def server(folder: Path) -> Iterator[FakeServer]:
-    with FakeServer(directory=folder) as running:
-        yield running
 
 
 def ask(
