@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from kvshare import Model, build, fds, models, serve
+from kvshare import Model, build, fds, models
 from kvshare.errors import BuildError
+from kvshare.provider import serving
 
 # the library, and the rule that CI skips nothing
 from tests.native.conftest import library, pytest_make_collect_report, pytest_runtest_makereport
@@ -26,6 +27,8 @@ from tests.native.conftest import library, pytest_make_collect_report, pytest_ru
 __all__ = ["library", "pytest_make_collect_report", "pytest_runtest_makereport"]
 
 START_S = 60.0
+SERVE_S = 120.0  # a prefill, on a busy machine
+_CONNECT_S = 30.0
 
 
 class Server:
@@ -112,28 +115,30 @@ class Server:
 
 
 class Provider(threading.Thread):
-    """A provider in this process that serves one share on a socket."""
+    """A provider in this process that serves one share on a socket; it listens when the block begins."""
 
     def __init__(self, path: Path, model: Model, tokens: Sequence[int]) -> None:
         super().__init__()
         self.path, self.model, self.tokens = path, model, list(tokens)
         self.error: Exception | None = None
+        self._listening = contextlib.ExitStack()
 
     def run(self) -> None:
+        deadline = time.monotonic() + _CONNECT_S
         try:
-            serve(self.path, self.model, self.tokens, deadline=time.monotonic() + 30)
+            with serving(self._listener, self.model, self.tokens, deadline=deadline):
+                pass
         except Exception as error:
             self.error = error
 
     def __enter__(self) -> Provider:
+        self._listener = self._listening.enter_context(fds.listening(self.path))
         self.start()
-        deadline = time.monotonic() + 10
-        while not self.path.exists() and time.monotonic() < deadline:
-            time.sleep(0.005)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.join(60)
+        self.join(SERVE_S)
+        self._listening.close()
         assert not self.is_alive()
 
 
