@@ -4,6 +4,8 @@
 - `contract`: checks that every decoder and every provider has to pass.
 - `http`, `server_contract`: the same for a llama-server; need aiohttp, and are imported by their names.
 - `faults`: what a broken peer sends and writes.
+- `fuzz`, `fuzz_blob`: mutation fuzzers for header, ledger and metadata, as a program as well.
+- `chaos`: named faults at named steps of a handoff, `python -m kvshare.testing.chaos --list`.
 - `strategies`: hypothesis strategies for layouts, headers and ledgers; needs the extra `test`.
 """
 
