@@ -284,7 +284,8 @@ def test_a_peer_that_dawdles(start: Callable[..., Running], decoder: FakeDecoder
     running = start(receive_timeout_s=0.1)
     with fds.connect_unix(running.path) as connection:
         connection.send(b"\x08")
-        assert connection.recv(1) == b""
+        with contextlib.suppress(ConnectionResetError):  # closed before its byte was read
+            assert connection.recv(1) == b""
     dropped = running.wait_for("dropped")
     assert dropped["error"] == "the deadline passed when 1 of 4 bytes were received"
     assert_serves(running, decoder)
@@ -432,7 +433,8 @@ def test_stop_in_the_middle(start: Callable[..., Running], decoder: FakeDecoder)
             "the provider stops",
             "the provider stops",
         ]
-        assert half.recv(1) == b""
+        with contextlib.suppress(ConnectionResetError):  # closed before its byte was read
+            assert half.recv(1) == b""
         assert not running.path.exists()
     running.service.stop()  # again, and late: nothing happens
 
