@@ -16,7 +16,7 @@ _EPILOG = """\
 examples:
   kvshare build                                 the pinned release, for this CPU
   kvshare build --cmake-arg GGML_CUDA=ON --cmake-arg CMAKE_CUDA_ARCHITECTURES=90
-  kvshare build --server                        also the patched llama-server, about 10 minutes more
+  kvshare build --server                        also the patched llama-server, about 8 minutes more
   kvshare build --target test-llama-archs       also one of llama.cpp's own programs
   kvshare build --source ~/llama.cpp            a checkout that has the patch series
 
