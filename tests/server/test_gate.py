@@ -273,6 +273,8 @@ def test_a_dead_provider_costs_no_answer(gate: Gate, tmp_path: Path) -> None:
         engine,
     ):
         os.kill(provider.pid, signal.SIGKILL)
+        # until its sockets are closed the kernel lets callers in
+        os.waitid(os.P_PID, provider.pid, os.WEXITED | os.WNOWAIT)
         answer = Answer.of(engine, request)
         check_fallback(engine, answer, "provider-absent")
     answer.check_same(alone)
