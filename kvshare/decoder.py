@@ -9,8 +9,8 @@ The order of things, for one share:
 4. `adopt` copies the ledger, checks the copy against what the decoder knows itself, and enters the
    cells into the sequence. No byte of K and V is copied.
 
-What goes wrong ends the share: the lease is given back, its cells are zeroed, and the sequence is as
-empty as before.
+What goes wrong ends the share: the sequence is as empty as before, and fresh memory takes the place of
+the regions that the provider got. Whatever it still writes, nobody reads.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import math
 import os
 import secrets
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,17 +32,19 @@ from kvshare import fds, wire
 from kvshare._native import loader, signatures
 from kvshare._native.context import Context, Model
 from kvshare.errors import (
+    DeadlineExceededError,
     ExpiredError,
     KvshareError,
     LedgerError,
     LedgerIncompleteError,
     LocalProtocolError,
+    NativeError,
     NotShareableError,
     RemoteProtocolError,
     ReplayError,
 )
 from kvshare.layout import Layout, canonical_json
-from kvshare.ledger import Ledger, LedgerState
+from kvshare.ledger import Ledger, LedgerRecord, LedgerState
 from kvshare.wire import ShareState
 
 DEFAULT_EXPIRES_MS = 60_000
@@ -102,6 +106,7 @@ class Share:
         share_id: random, single use.
         seq_id: the sequence that will hold the cells.
         n_tokens: tokens that the lease has room for.
+        strict: whether `Decoder.adopt` waits until the provider has let go.
         header: what is sent.
         t_us: time that issuing it took, microseconds.
     """
@@ -128,6 +133,7 @@ class Share:
         self._descriptors = tuple(descriptors)
         self._deadline = deadline
         self._state = ShareState.ISSUED
+        self._sent = False
         self._connection: socket.socket | None = None
         self._own_connection: socket.socket | None = None
 
@@ -141,6 +147,10 @@ class Share:
                 if seen in wire.TRANSITIONS[self._state]:
                     self._state = seen
         return self._state
+
+    @property
+    def strict(self) -> bool:
+        return bool(self.header.params["strict"])
 
     def _look_at_the_clock(self) -> None:
         if self._state.live and time.monotonic() > self._deadline:
@@ -162,13 +172,14 @@ class Share:
         """
         if not self.state.live:
             raise LocalProtocolError(f"this share is {self._state.value}, it cannot be sent")
-        if self._connection is not None:
+        if self._sent:
             raise LocalProtocolError("this share was sent already")
         if isinstance(target, socket.socket):
             fds.require_peer_uid(target)
             connection = target
         else:
             connection = self._own_connection = fds.connect_unix(target, deadline=deadline)
+        self._sent = True
         fds.send_message(connection, wire.encode(self.header), self._descriptors, deadline=deadline)
         self._connection = connection
 
@@ -206,6 +217,29 @@ class Share:
                 continue
             raise RemoteProtocolError(f"unexpected {type(message).__name__} from the provider")
 
+    def wait_until_let_go(self, *, deadline: float | None = None) -> None:
+        """Wait until the provider has closed its connection, as it does after it has unmapped the regions.
+
+        The kernel closes it for a provider that dies. `adopt` of a strict share waits by itself.
+
+        Args:
+            deadline: `time.monotonic()` value; None means when the share expires.
+
+        Raises:
+            DeadlineExceededError: it holds on to them.
+            LocalProtocolError: the share was not sent.
+        """
+        if self._connection is None:
+            raise LocalProtocolError("send the share before you wait for its provider")
+        deadline = self._deadline if deadline is None else min(deadline, self._deadline)
+        poller = select.poll()
+        poller.register(self._connection, 0)  # hang-ups only: what it still says was for `wait`
+        if not poller.poll(max(0, math.ceil((deadline - time.monotonic()) * 1000))):
+            raise DeadlineExceededError(
+                "the provider has not let go of the memory",
+                hint="it does when it closes its connection; end it, or share without strict",
+            )
+
     @property
     def provider_pid(self) -> int:
         """Process id of the provider, as the kernel says.
@@ -218,7 +252,10 @@ class Share:
         return fds.peer_credentials(self._connection).pid
 
     def release(self) -> None:
-        """Give the lease back, zero its cells; idempotent."""
+        """Give the lease back; idempotent.
+
+        If the share was sent, fresh memory takes the place of what the provider can write to.
+        """
         self._decoder._end(self, ShareState.RELEASED)
 
     def __enter__(self) -> Share:
@@ -247,6 +284,7 @@ class Decoder:
         _describe(self._lib.llama_kv_share_semantics, context.handle)  # hashes the vocabulary, once
         self._caches = canonical_json([cache.to_json() for cache in self.layout.caches]).decode()
         self._shares: dict[int, Share] = {}
+        self._withheld: set[int] = set()  # sequences whose lease could not be given back
 
     @classmethod
     def open(cls, model: str | os.PathLike[str] | Model, **context: Any) -> Decoder:
@@ -294,7 +332,12 @@ class Decoder:
         return cls(Context(model, llama._ctx.ctx, owner=llama), llama=llama)
 
     def share(
-        self, seq_id: int = 0, *, n_tokens: int | None = None, expires_ms: int = DEFAULT_EXPIRES_MS
+        self,
+        seq_id: int = 0,
+        *,
+        n_tokens: int | None = None,
+        expires_ms: int = DEFAULT_EXPIRES_MS,
+        strict: bool = False,
     ) -> Share:
         """Take cells for an empty sequence and offer them.
 
@@ -302,6 +345,9 @@ class Decoder:
             seq_id: the sequence.
             n_tokens: tokens to make room for; None takes all that a sequence can have.
             expires_ms: milliseconds from now after which the share is dead.
+            strict: trust no provider after its end. `adopt` waits until it has let go of the memory, and
+                zeroes what is free there, which takes about as long as to write the cache once; a provider
+                keeps nothing warm for the next share.
 
         Raises:
             SequenceInUseError: the sequence holds cells, or has a share.
@@ -315,14 +361,14 @@ class Decoder:
         self._expire()
         self._lib.llama_kv_share_reserve(self.context.handle, seq_id, n_tokens)
         try:
-            share = self._issue(seq_id, n_tokens, expires_ms, start)
+            share = self._issue(seq_id, n_tokens, expires_ms, start, strict=strict)
         except BaseException:
             self._lib.llama_kv_share_release(self.context.handle, seq_id, False)
             raise
         self._shares[share.share_id] = share
         return share
 
-    def _issue(self, seq_id: int, n_tokens: int, expires_ms: int, start: int) -> Share:
+    def _issue(self, seq_id: int, n_tokens: int, expires_ms: int, start: int, *, strict: bool) -> Share:
         handle = self.context.handle
         regions = _array(self._lib.llama_kv_share_regions, signatures.Region, handle, seq_id)
         if len(regions) + 1 > fds.MAX_FDS:
@@ -343,6 +389,7 @@ class Decoder:
                     "byte_order": self.layout.byte_order,
                     "caches": self._caches,
                     "semantics": semantics_text,
+                    "strict": int(strict),
                 },
                 regions=tuple(
                     wire.RegionEntry(
@@ -372,7 +419,14 @@ class Decoder:
             ledger.close()
             raise
 
-    def adopt(self, share: Share, tokens: Sequence[int], *, allow_other_semantics: bool = False) -> Adopted:
+    def adopt(
+        self,
+        share: Share,
+        tokens: Sequence[int],
+        *,
+        allow_other_semantics: bool = False,
+        deadline: float | None = None,
+    ) -> Adopted:
         """Check what the provider vouches for, and enter its cells into the sequence.
 
         Args:
@@ -380,6 +434,8 @@ class Decoder:
             tokens: the tokens that were to be prefilled, from position 0.
             allow_other_semantics: accept a provider of other semantics, such as another quantization
                 of the same weights.
+            deadline: of a strict share, until when its provider has to have let go, a `time.monotonic()`
+                value; None means when the share expires.
 
         Returns:
             What was done; the next decode of the sequence goes on at position `len(tokens)`.
@@ -388,7 +444,8 @@ class Decoder:
             ReplayError: the share is not of this decoder, or was used or released already.
             ExpiredError: it ran past its deadline.
             LedgerIncompleteError: the provider has not vouched for all tokens; the share lives on if it
-                may still do so.
+                may still do so. Also: cells that it vouches for were never written; the share has failed.
+            DeadlineExceededError: the provider of a strict share holds on to the memory; the share lives on.
             LedgerError: the ledger, its metadata or a digest is wrong; the share has failed.
             SequenceInUseError: the sequence or its cells changed since the share; it has failed.
         """
@@ -403,7 +460,9 @@ class Decoder:
             raise ReplayError(f"share {share.share_id} is {share._state.value} already")
         adopted = signatures.Adopted()
         pending = False
-        try:
+
+        def verified() -> LedgerRecord:
+            nonlocal pending
             record = share.ledger.snapshot()
             pending = record.state in (LedgerState.ISSUED, LedgerState.FILLING)
             record.verify(
@@ -413,6 +472,14 @@ class Decoder:
                 tokens=ids,
                 sample_digest=None,  # the library compares it, before it changes anything
             )
+            return record
+
+        try:
+            record = verified()
+            if share.strict:
+                pending = True
+                share.wait_until_let_go(deadline=deadline)
+                record = verified()  # it may have written there until now
             handle = self.context.handle
             if record.blob:
                 self._lib.llama_kv_share_adopt(
@@ -441,6 +508,8 @@ class Decoder:
             raise
         share._state = ShareState.ADOPTED
         self._forget(share)
+        if share.strict:
+            self._lib.llama_kv_share_scrub(handle, share.seq_id)
         if self._llama is not None and share.seq_id == 0:
             # llama_cpp.Llama keeps the tokens of its sequence beside the cache
             self._llama.input_ids[: len(ids)] = ids
@@ -473,7 +542,14 @@ class Decoder:
         share._state = state
         self._forget(share)
         if not self.context.closed:
-            self._lib.llama_kv_share_release(self.context.handle, share.seq_id, True)
+            self._give_back(share.seq_id, renew=share._sent)
+
+    def _give_back(self, seq_id: int, *, renew: bool) -> None:
+        self._withheld.discard(seq_id)
+        try:
+            self._lib.llama_kv_share_release(self.context.handle, seq_id, renew)
+        except NativeError:  # no memory now to put in its place; its cells stay taken until there is
+            self._withheld.add(seq_id)
 
     def _forget(self, share: Share) -> None:
         self._shares.pop(share.share_id, None)
@@ -484,6 +560,8 @@ class Decoder:
     def _expire(self) -> None:
         for share in list(self._shares.values()):
             share._look_at_the_clock()
+        for seq_id in list(self._withheld):
+            self._give_back(seq_id, renew=True)
 
 
 def _describe(function: Any, *arguments: Any) -> tuple[str, str]:

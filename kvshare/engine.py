@@ -56,6 +56,7 @@ DEFAULT_PREFILL_TIMEOUT_S = 3600.0
 DEFAULT_SILENCE_S = 60.0
 CLEANUP_TIMEOUT_S = 5.0
 SHARE_TIMEOUT_S = 15.0
+LET_GO_TIMEOUT_S = 2.0  # for a provider of a strict share that is done, as llama-server gives it
 
 _LENGTH = struct.Struct("<I")
 T = TypeVar("T")
@@ -489,12 +490,14 @@ class InProcessDecoder:
     Args:
         decoder: the decoder.
         executor: where its calls run, one at a time: the thread that decodes as well. None makes one.
+        strict: make strict shares; see `kvshare.Decoder.share`.
 
     *Ownership*: the decoder stays the caller's; `close` ends the shares and an executor of its own.
     """
 
-    def __init__(self, decoder: Any, executor: Executor | None = None) -> None:
+    def __init__(self, decoder: Any, executor: Executor | None = None, *, strict: bool = False) -> None:
         self.decoder = decoder
+        self._strict = strict
         self.executor = executor or ThreadPoolExecutor(1, thread_name_prefix="kvshare-decoder")
         self._owns_executor = executor is None
         self._cache = getattr(decoder, "context", decoder)
@@ -534,8 +537,10 @@ class InProcessDecoder:
         self, id_slot: int, socket: str, *, n_tokens: int | None = None, expires_ms: int | None = None
     ) -> Shared:
         """Share a sequence; as `kvshare.Decoder.share` and `Share.send`."""
-        limits = {} if expires_ms is None else {"expires_ms": expires_ms}
-        share = await self.run(lambda: self.decoder.share(id_slot, n_tokens=n_tokens, **limits))
+        options: dict[str, Any] = {"strict": True} if self._strict else {}
+        if expires_ms is not None:
+            options["expires_ms"] = expires_ms
+        share = await self.run(lambda: self.decoder.share(id_slot, n_tokens=n_tokens, **options))
         self._shares[share.share_id] = share
         sending = asyncio.ensure_future(asyncio.to_thread(share.send, socket))
         try:
@@ -559,6 +564,9 @@ class InProcessDecoder:
         share = self._shares.get(share_id)
         if share is None or share.seq_id != id_slot:
             raise ReplayError(f"share {share_id} of sequence {id_slot} is unknown")
+        if self._strict:  # not on the thread that decodes
+            deadline = time.monotonic() + LET_GO_TIMEOUT_S
+            await asyncio.to_thread(share.wait_until_let_go, deadline=deadline)
         adopted = await self.run(self.decoder.adopt, share, list(tokens))
         self._shares.pop(share_id, None)
         return AdoptedInSlot(

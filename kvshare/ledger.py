@@ -18,7 +18,7 @@ offset size field            written meaning
    104    8 n_tokens         end     u64, tokens that the provider vouches for
    112    8 vouched_share_id end     u64, the share_id of the wire header, copied by the provider
    120   32 tokens_sha256    end     sha256 of the token ids as little-endian int32
-   152   32 sample_digest    end     digest over sampled K and V rows of every layer
+   152   32 sample_digest    end     digest over the metadata and sampled K and V rows
    184    8 blob_offset      end     u64, where the metadata blob starts
    192    8 blob_size        end     u64, its size; 0: there is none
    200  256 error            failed  UTF-8, padded with NUL
@@ -135,7 +135,7 @@ class LedgerRecord:
         n_tokens: tokens that the provider vouches for.
         vouched_share_id: nonce that the provider vouches for.
         tokens_sha256: see `tokens_digest`.
-        sample_digest: digest over sampled K and V rows.
+        sample_digest: digest over the metadata and sampled K and V rows.
         blob: metadata of the filled cells; empty unless complete.
         error: why the provider failed; empty unless it did.
     """
@@ -432,7 +432,7 @@ class Ledger:
         Args:
             tokens_sha256: see `tokens_digest`.
             n_tokens: how many tokens that digest covers; the watermark must have come so far.
-            sample_digest: digest over sampled K and V rows.
+            sample_digest: digest over the metadata and sampled K and V rows.
             blob: metadata of the filled cells.
 
         Raises:

@@ -63,6 +63,7 @@ KINDS: Mapping[str, type[KvshareError]] = {
     "ledger_incomplete": LedgerIncompleteError,
     "ledger_digest": LedgerDigestError,
     "ledger_malformed": LedgerError,
+    "provider_connected": DeadlineExceededError,
     "unknown_share": ReplayError,
 }
 """What `error.kind` of an answer may say, and the error that it becomes."""
@@ -192,6 +193,7 @@ class ServerClient:
         api_key: key that every request carries; None sends none.
         headers: further headers of every request, for a client's own credentials.
         timeout_s: how long one request may take.
+        strict: ask for strict shares; see `kvshare.Decoder.share`.
         session: connections to use; they stay open at the end.
 
     *Ownership*: `close`, or the end of an `async with`, closes the connections that it opened.
@@ -204,6 +206,7 @@ class ServerClient:
         api_key: str | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        strict: bool = False,
         session: aiohttp.ClientSession | None = None,
     ) -> None:
         if not re.fullmatch(r"https?://[^/?#]+(/[^?#]*)?", url):
@@ -213,6 +216,7 @@ class ServerClient:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._timeout_s = timeout_s
+        self._strict = strict
         self._session = session
         self._owns_session = session is None
 
@@ -243,6 +247,7 @@ class ServerClient:
             self.url,
             headers={**self._headers, **headers},
             timeout_s=self._timeout_s,
+            strict=self._strict,
             session=self.session,
         )
 
@@ -322,6 +327,8 @@ class ServerClient:
             body["n_tokens"] = n_tokens
         if expires_ms is not None:
             body["expires_ms"] = expires_ms
+        if self._strict:
+            body["strict"] = True
         answer = await self._action(id_slot, "share", body)
         return Shared(
             id_slot=_integer(answer, "id_slot"),

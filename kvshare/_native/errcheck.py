@@ -8,6 +8,7 @@ from kvshare.errors import (
     KvshareError,
     LedgerDigestError,
     LedgerError,
+    LedgerIncompleteError,
     NativeError,
     NoFreeCellsError,
     NotShareableError,
@@ -25,6 +26,7 @@ _FAMILIES: dict[int, type[KvshareError]] = {
     -6: SequenceInUseError,
     -7: LedgerError,
     -8: LedgerDigestError,
+    -11: LedgerIncompleteError,
 }
 
 

@@ -158,7 +158,7 @@ FUNCTIONS: dict[str, Function] = {
     "llama_kv_share_lease": Function(
         c_int64, [ContextPointer, c_int32, POINTER(Range), c_size_t], errcheck.status
     ),
-    # int32_t llama_kv_share_release(struct llama_context * ctx, llama_seq_id seq_id, bool zero);
+    # int32_t llama_kv_share_release(struct llama_context * ctx, llama_seq_id seq_id, bool renew);
     "llama_kv_share_release": Function(c_int32, [ContextPointer, c_int32, c_bool], errcheck.status),
     # int32_t llama_kv_share_adopt(
     #     struct llama_context * ctx, llama_seq_id seq_id, uint32_t n_tokens, const uint8_t * metadata,
@@ -185,6 +185,8 @@ FUNCTIONS: dict[str, Function] = {
         ],
         errcheck.status,
     ),
+    # int32_t llama_kv_share_scrub(struct llama_context * ctx, llama_seq_id seq_id);
+    "llama_kv_share_scrub": Function(c_int32, [ContextPointer, c_int32], errcheck.status),
     # int32_t llama_kv_share_confine(
     #     struct llama_context * ctx, llama_seq_id seq_id,
     #     const struct llama_kv_share_range * ranges, size_t n_ranges);

@@ -81,6 +81,11 @@ def register(subparsers: Subparsers) -> None:
         " any (default: %(default)s)",
     )
     parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="adopt only when the provider has let go of the memory; it keeps nothing warm then",
+    )
+    parser.add_argument(
         "--api-key",
         metavar="KEY",
         default=os.environ.get("KVSHARE_API_KEY"),
@@ -125,7 +130,7 @@ async def _serve(args: argparse.Namespace) -> int:
         else:
             logging.getLogger(__name__).info("%s: %s", path, json.dumps(record.to_json()))
 
-    async with ServerClient(args.decoder) as server:
+    async with ServerClient(args.decoder, strict=args.strict) as server:
         engine = Engine(
             server,
             ProviderClient(os.path.abspath(args.provider), silence_s=args.provider_timeout),

@@ -31,12 +31,13 @@ import contextlib
 import ctypes
 import functools
 import mmap
+import os
 import random
 import re
 import socket
 import struct
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -314,13 +315,16 @@ class _Handoff:
             with near, far, decoder.share(_SEQ_ID, n_tokens=case.n_tokens) as share:
                 self._lease = self._leased()
                 share.send(near)
-                with Offer.receive(far) as offer:
-                    self._memory = [_map(stack, region) for region in offer.native_regions()]
-                    with Provider(offer, context.model, n_threads=1) as provider:
-                        provider.prefill(tokens)
-                        provider.publish()
+                with (
+                    Offer.receive(far) as offer,
+                    Provider(offer, context.model, n_threads=1) as provider,
+                ):
+                    provider.prefill(tokens)
+                    provider.publish()
                 record = share.ledger.snapshot()
                 self.blob, self._sample = record.blob, record.sample_digest
+                self._regions = stack.enter_context(contextlib.ExitStack())
+                self._map()
                 self._filled = self._bytes()
                 decoder.adopt(share, tokens)
             self._saved = {seq_id: self._save(seq_id) for seq_id in _OTHERS}
@@ -349,14 +353,14 @@ class _Handoff:
         return outcome
 
     def _adopt(self, blob: bytes, *, sampled: bool) -> str:
-        for memory, filled in zip(self._memory, self._filled, strict=True):
-            memory[:] = filled
         handle = self._context.handle
         self._lib.llama_kv_share_reserve(handle, _SEQ_ID, self._case.n_tokens)
         if self._leased() != self._lease:
             self._lib.llama_kv_share_release(handle, _SEQ_ID, True)
             self.drifted = True
             return "of another lease"
+        self._map()
+        self._fill()
         before = {seq_id: self._published(seq_id) for seq_id in _OTHERS}
         sample = self._sample if sampled else None
         n = self._case.n_tokens
@@ -365,16 +369,16 @@ class _Handoff:
         except LedgerError as error:
             self._require_refused(before)
             return f"{type(error).__name__}: {re.sub('[0-9a-fx]*[0-9][0-9a-fx]*', 'N', str(error))}"
-        self._require(before, but="cells.head")  # the next cell of a stream that they share
+        self._require(before, but={"cells.head", "sample"})  # the next cell of a stream that they share
         return self._require_adopted(sampled)
 
-    def _require(self, before: dict[int, bytes], *, but: str = "") -> None:
-        """Check that the other sequences are as they were, but for a field of their stream."""
+    def _require(self, before: dict[int, bytes], *, but: Set[str] = frozenset()) -> None:
+        """Check that the other sequences are as they were, but for fields of their stream."""
         for seq_id, expected in before.items():
             found = self._published(seq_id)
             what = _difference(found, expected)
-            if what not in ("", but):
-                raise Finding(f"the metadata of sequence {seq_id} changed: {what}")
+            if what - but:
+                raise Finding(f"the metadata of sequence {seq_id} changed: {', '.join(sorted(what))}")
             if self._save(seq_id) != self._saved[seq_id]:
                 raise Finding(f"the state of sequence {seq_id} changed")
 
@@ -386,10 +390,14 @@ class _Handoff:
         )
         if ends != (-1, -1):
             raise Finding(f"refused, but the sequence holds positions {ends}")
+        old = self._memory_ids
+        self._map()
+        if old & self._memory_ids:
+            raise Finding("refused, but the provider's memory is still the one in use")
         for i, found in enumerate(self._bytes()):
             if found == self._refused[i]:
                 continue
-            # what is not leased, such as rows that are indexed by position, may be zeroed as well
+            # what has no cells, such as rows that are indexed by position, may be as it was, or zeroed
             now, filled, zeroed = (
                 np.frombuffer(each, np.uint8) for each in (found, self._filled[i], self._refused[i])
             )
@@ -412,26 +420,42 @@ class _Handoff:
         self._context.clear(_SEQ_ID)
         if same:
             return "same"
-        what = " and ".join(filter(None, (_difference(found, self._adopted), "tensor data" if moved else "")))
+        what = ", ".join([*sorted(_difference(found, self._adopted)), *(["tensor data"] if moved else [])])
         if sampled:
             raise Finding(f"adopted, but another state: {what}")
         return f"adopted other {what}"
 
     def _refuse(self) -> None:
-        """Learn what a refusal leaves in the regions: the lease is zeroed."""
+        """Learn what a refusal leaves in the regions: what other sequences hold."""
         self._context.clear(_SEQ_ID)
-        for memory, filled in zip(self._memory, self._filled, strict=True):
-            memory[:] = filled
         self._lib.llama_kv_share_reserve(self._context.handle, _SEQ_ID, self._case.n_tokens)
         if self._leased() != self._lease:
             raise Finding("a share after the first one gets another lease")
+        self._map()
+        self._fill()
         self._lib.llama_kv_share_release(self._context.handle, _SEQ_ID, True)
+        self._map()
         self._refused = self._bytes()
 
     def _decode(self) -> bytes:
         position = self._context.n_past(_SEQ_ID)
         self._context.decode(self._next, position=position, seq_id=_SEQ_ID, logits=True)
         return self._context.logits().tobytes()
+
+    def _map(self) -> None:
+        """Map the regions that the library uses now; a refusal replaces them."""
+        self._regions.close()
+        n = self._lib.llama_kv_share_regions(self._context.handle, _SEQ_ID, None, 0)
+        regions = (signatures.Region * n)()
+        self._lib.llama_kv_share_regions(self._context.handle, _SEQ_ID, regions, n)
+        self._memory = [_map(self._regions, region) for region in regions]
+        self._fds = [region.fd for region in regions]
+        self._memory_ids = {os.fstat(fd).st_ino for fd in self._fds}
+
+    def _fill(self) -> None:
+        """Write what the provider wrote."""
+        for memory, filled in zip(self._memory, self._filled, strict=True):
+            memory[:] = filled
 
     def _bytes(self) -> list[bytes]:
         return [bytes(memory) for memory in self._memory]
@@ -459,18 +483,18 @@ class _Handoff:
         return bytes(buffer)[:n]
 
 
-def _difference(found: bytes, expected: bytes) -> str:
-    """Return the names of the fields that differ between two published states, "" if none does."""
+def _difference(found: bytes, expected: bytes) -> Set[str]:
+    """Return the names of the fields that differ between two published states."""
     if found == expected:
-        return ""
+        return set()
     if len(found) != len(expected):
-        return "size"
+        return {"size"}
     fields = {"sample": [(len(found) - 32, 32)], **blob_fields(expected[:-32])}
-    return ", ".join(
+    return {
         name
         for name, places in fields.items()
         if any(get(found, *place) != get(expected, *place) for place in places)
-    )
+    }
 
 
 def _map(stack: contextlib.ExitStack, region: Any) -> memoryview:

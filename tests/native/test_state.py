@@ -133,10 +133,10 @@ class Target:
             )
             return self.decoder.adopt(share, self.prompt)
 
-    def sample_of(self, extents: list[list[int]]) -> bytes:
+    def sample_of(self, blob: Blob) -> bytes:
         """Compute the digest that an attacker computes, who knows how."""
-        digest = hashlib.sha256()
-        for region, _, offset, size in extents[:: -(-len(extents) // 1024) or 1]:
+        digest = hashlib.sha256(blob.state)
+        for region, _, offset, size in blob.extents[:: -(-len(blob.extents) // 1024) or 1]:
             digest.update(struct.pack("<IQQ", region, offset, size))
             data = self.memory[region][offset : offset + size]
             middle = size // 2 // 64 * 64
@@ -182,7 +182,7 @@ def target(tiny: Model) -> Iterator[Target]:
 def test_the_format_is_as_described(target: Target) -> None:
     blob = Blob(target.blob)
     assert blob.pack() == target.blob
-    assert target.sample_of(blob.extents) == target.sample
+    assert target.sample_of(blob) == target.sample
     ((first, last),) = target.cells[0]
     assert first == 256
     assert last - first >= N_PROMPT
@@ -414,7 +414,7 @@ def test_a_mutated_blob(target: Target, mutate: Callable[[Blob], None]) -> None:
     mutate(blob)
     assert blob.pack() != target.blob
     try:
-        sample = target.sample_of(blob.extents)
+        sample = target.sample_of(blob)
     except IndexError:  # no such region: any digest will do
         sample = target.sample
     with pytest.raises(LedgerError) as refused:
@@ -460,7 +460,7 @@ def test_a_consistent_lie(target: Target, mutate: Callable[[Blob], None]) -> Non
     blob = Blob(target.blob)
     mutate(blob)
     with pytest.raises(LedgerError):
-        target.adopt(blob.pack(), sample=target.sample_of(blob.extents))
+        target.adopt(blob.pack(), sample=target.sample_of(blob))
     target.assert_unharmed()
 
 
@@ -469,7 +469,7 @@ def test_bytes_that_are_moved_are_counted(target: Target) -> None:
     blob = Blob(target.blob)
     size = blob.extents[-1][3]
     blob.extents[-1] = list(blob.extents[0])
-    adopted = target.adopt(blob.pack(), sample=target.sample_of(blob.extents))
+    adopted = target.adopt(blob.pack(), sample=target.sample_of(blob))
     assert adopted.bytes_moved == size
     assert adopted.bytes_in_place == sum(extent[3] for extent in blob.extents[:-1])
     target.decoder.context.clear(SEQ_ID)
@@ -490,7 +490,7 @@ def test_random_bytes(target: Target) -> None:
         data = bytearray(target.blob)
         data[at] ^= int(rng.integers(1, 256))
         try:
-            sample = target.sample_of(Blob(bytes(data)).extents)
+            sample = target.sample_of(Blob(bytes(data)))
         except (AssertionError, IndexError, struct.error):
             sample = target.sample
         try:

@@ -19,6 +19,7 @@ from kvshare.errors import KvshareError, ReplayError
 
 N_GENERATE = 8
 SEND_TIMEOUT_S = 2.0
+LET_GO_TIMEOUT_S = 2.0
 
 
 class Host:
@@ -28,8 +29,10 @@ class Host:
         self._decoder = decoder
         self._share: Share | None = None  # the last one, also after its end
 
-    def share(self, slot: int, socket: str, n_tokens: int, expires_ms: int) -> dict[str, Any]:
-        share = self._decoder.share(slot, n_tokens=n_tokens, expires_ms=expires_ms)
+    def share(
+        self, slot: int, socket: str, n_tokens: int, expires_ms: int, strict: bool = False
+    ) -> dict[str, Any]:
+        share = self._decoder.share(slot, n_tokens=n_tokens, expires_ms=expires_ms, strict=strict)
         try:
             share.send(socket, deadline=time.monotonic() + SEND_TIMEOUT_S)
         except BaseException:
@@ -39,7 +42,8 @@ class Host:
         return {"share_id": share.share_id}
 
     def adopt(self, slot: int, share_id: int, tokens: list[int]) -> dict[str, Any]:
-        adopted = self._decoder.adopt(self._find(share_id), tokens)
+        deadline = time.monotonic() + LET_GO_TIMEOUT_S
+        adopted = self._decoder.adopt(self._find(share_id), tokens, deadline=deadline)
         return {"n_adopted": adopted.n_adopted, "bytes_moved": adopted.bytes_moved}
 
     def progress(self, slot: int, share_id: int) -> dict[str, Any]:

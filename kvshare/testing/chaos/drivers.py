@@ -8,7 +8,7 @@ from collections.abc import Callable
 from kvshare import fds, wire
 from kvshare.testing.chaos import child
 from kvshare.testing.chaos.faults import BEFORE_PUBLISH, FAULTS
-from kvshare.testing.chaos.handoff import OTHER, SLOT, Handoff, until_stopped
+from kvshare.testing.chaos.handoff import EXPIRES_MS, OTHER, SLOT, Handoff, until_stopped
 from kvshare.testing.chaos.targets import Refused
 
 SHORT_MS = 3000
@@ -51,13 +51,42 @@ def _replays(handoff: Handoff) -> None:
     handoff.adopt()
 
 
-def _late_nan(handoff: Handoff) -> None:
+def _late(end: Callable[[Handoff], None], expires_ms: int = EXPIRES_MS) -> Callable[[Handoff], None]:
+    """The provider writes when its share has ended in this way."""
+
+    def drive(handoff: Handoff) -> None:
+        handoff.share(expires_ms=expires_ms)
+        handoff.expect("published")
+        end(handoff)
+        handoff.go_on()
+        handoff.expect("shown")
+        raise Refused(handoff.case.reason or "released")
+
+    return drive
+
+
+def _refuse(handoff: Handoff) -> None:
+    handoff.must_refuse(lambda: handoff.adopt(handoff.given[:-1]), "an adopt with other tokens")
+
+
+def _expire(handoff: Handoff) -> None:
+    time.sleep(SHORT_MS / 1000 + 0.1)
+    handoff.must_refuse(handoff.adopt, "an adopt after the end")
+
+
+def _trespasses(handoff: Handoff) -> None:
     handoff.share()
     handoff.expect("published")
-    handoff.release()
-    handoff.go_on()
-    handoff.expect("shown")
-    raise Refused("released")
+    handoff.provider.close()
+    handoff.adopt()
+
+
+def _holds_on(handoff: Handoff) -> None:
+    handoff.share()
+    handoff.expect("published")
+    handoff.must_refuse(handoff.adopt, "an adopt while the provider holds on to the memory")
+    handoff.provider.kill()
+    handoff.adopt()
 
 
 def _late_prefill(handoff: Handoff) -> None:
@@ -200,7 +229,11 @@ DRIVERS: dict[str, Callable[[Handoff], None]] = {
     "none": _right,
     "pauses": _pauses,
     "replays": _replays,
-    "late-nan": _late_nan,
+    "late-nan": _late(Handoff.release),
+    "late-refused": _late(_refuse),
+    "late-expired": _late(_expire, SHORT_MS),
+    "trespasses": _trespasses,
+    "holds-on": _holds_on,
     "late-prefill": _late_prefill,
     "adopts-other-tokens": _adopts(lambda tokens: [*tokens[:-1], tokens[-1] ^ 1]),
     "adopts-fewer-tokens": _adopts(lambda tokens: tokens[:-1]),

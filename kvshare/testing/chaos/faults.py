@@ -38,6 +38,7 @@ class Fault:
         foreign: whether a provider that is given by its command line can be put to it.
         either: whether it may be refused and may be adopted; only the answers count.
         deep: whether a long prompt follows as well, which reaches cells that were not leased.
+        strict: whether the share is a strict one, whose provider has to let go before an adopt.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Fault:
     foreign: bool = False
     either: bool = False
     deep: bool = False
+    strict: bool = False
 
 
 def _provider(name: str, summary: str, *steps: str, adopted_at: Iterable[str] = (), **more: Any) -> Fault:
@@ -72,11 +74,6 @@ def _caller(
     )
 
 
-_OUTSIDE = "cells outside of the lease are not looked at, and whoever holds the descriptors may write them"
-_SAMPLED = "a sample that is taken of unwritten cells is a right one of what lies there"
-_UNSEALED = "a peer can add F_SEAL_FUTURE_WRITE, and no later provider can map the memory"
-_UNNOTICED = "`kvshare.serve` does not look whether its decoder is still there"
-_LATE = "a late writer is not stopped: cells of a share that has ended are not quarantined yet"
 _LIE = "a provider that lies consistently cannot be told from a right one: run providers that you trust"
 
 FAULTS: tuple[Fault, ...] = (
@@ -109,13 +106,14 @@ FAULTS: tuple[Fault, ...] = (
     _provider("writes-nan", "NaN are in the cells when they are adopted", "publish"),
     _provider("foreign-cells", "the cells lie beside the leased ones, and there is no metadata",
               "last-ubatch"),
-    _provider("trespasses", "writes NaN into cells of the slot that are not leased", "publish",
-              adopted_at=["publish"], deep=True, known=_OUTSIDE),
+    _provider("trespasses", "writes NaN into cells of the slot that are not leased, and ends", "publish",
+              adopted_at=["publish"], deep=True, strict=True),
+    _provider("holds-on", "does not let go of a strict share: an adopt is refused until it is killed",
+              "adopt", adopted_at=["adopt"], strict=True, foreign=False),
     # -- a provider that claims too much
     _provider("claims-all", "vouches for all tokens when half of them are done", "half"),
     _provider("claims-unwritten", "vouches for all tokens without having written one", "descriptors"),
-    _provider("claims-zeros", "the same with a sample of the memory as it is", "descriptors",
-              known=_SAMPLED),
+    _provider("claims-zeros", "the same with a sample of the memory as it is", "descriptors"),
     _provider("claims-unmapped", "sets state complete in a ledger that nobody has filled", "descriptors"),
     _provider("more-filled", "n_filled is larger", "publish"),
     _provider("fewer-filled", "n_filled is smaller", "publish"),
@@ -147,7 +145,7 @@ FAULTS: tuple[Fault, ...] = (
     _provider("grows", "tries to grow them", "descriptors", "half", "publish",
               adopted_at=["descriptors", "half", "publish"]),
     _provider("seals", "tries to seal them further, against their own decoder", "descriptors", "half",
-              "publish", adopted_at=["descriptors", "half", "publish"], known=_UNSEALED),
+              "publish", adopted_at=["descriptors", "half", "publish"]),
     _provider("keeps", "keeps descriptors and mappings, and touches nothing", "adopt", adopted_at=["adopt"]),
     # -- whoever drives the handoff
     _caller("adopts-other-tokens", "adopts with other tokens"),
@@ -171,11 +169,13 @@ FAULTS: tuple[Fault, ...] = (
     Fault("decoder-dies", "the decoder is killed: its provider does not crash", "decoder", STEPS[:8],
           foreign=True),
     Fault("decoder-dies-unseen", "the decoder is killed: its provider ends with an error", "decoder",
-          BEFORE_PUBLISH, known=_UNNOTICED, foreign=True),
+          BEFORE_PUBLISH, foreign=True),
+    # -- a provider that goes on after the end of its share
+    _provider("late-nan", "the provider writes NaN after its share was released", "adopt", deep=True),
+    _provider("late-refused", "the same after an adopt that was refused", "adopt", deep=True),
+    _provider("late-expired", "the same after its share has expired", "adopt", deep=True),
+    _provider("late-prefill", "the provider is stopped, and goes on after the release", "half"),
     # -- known
-    _provider("late-nan", "the provider writes NaN after its share was released", "adopt",
-              known=_LATE, deep=True),
-    _provider("late-prefill", "the provider is stopped, and goes on after the release", "half", known=_LATE),
     _provider("forges", "vouches for the right tokens and has prefilled others", "map", known=_LIE),
 )  # fmt: skip
 """All of them; names are unique."""

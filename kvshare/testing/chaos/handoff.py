@@ -75,7 +75,12 @@ class Handoff:
 
     def share(self, *, expires_ms: int = EXPIRES_MS) -> None:
         answer = self.target.do(
-            "share", SLOT, socket=str(self.socket), n_tokens=len(self.prompt), expires_ms=expires_ms
+            "share",
+            SLOT,
+            socket=str(self.socket),
+            n_tokens=len(self.prompt),
+            expires_ms=expires_ms,
+            strict=self.fault.strict,
         )
         self.share_id = answer["share_id"]
 

@@ -409,6 +409,9 @@ ACTIONS: dict[str, Callable[[Work], None]] = {
     "seals": add_seals,
     "keeps": nothing,
     "late-nan": write_all,
+    "late-refused": write_all,
+    "late-expired": write_all,
+    "holds-on": nothing,
     "late-prefill": stop,
     "forges": forge,
 }
