@@ -33,14 +33,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvshare import build, fetch
 from kvshare._native import loader
 from kvshare._native.context import Context, Model
 from kvshare.decoder import Decoder
 from kvshare.errors import KvshareError, NativeError
 from kvshare.provider import Offer, Provider
+from kvshare.testing import architectures
 
-TARGET = "test-llama-archs"
 N_SHORT = 36
 N_LONG = 216  # past every window of these models
 N_DECODE = 3
@@ -108,20 +107,6 @@ class Result:
     share_us: float = 0.0
     adopt_us: float = 0.0
     error: str = ""
-
-
-def models(*, jobs: int | None = None) -> Path:
-    """Return the folder with one model per architecture, generated the first time."""
-    program = build.build_target(TARGET, jobs=jobs)
-    folder = fetch.cache_dir() / "models" / f"archs-{fetch.sha256_of(program)[:16]}"
-    complete = folder / "complete"
-    if not complete.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        subprocess.run(
-            [program, "-o", folder], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        complete.touch()
-    return folder
 
 
 def run_case(model: Model, arch: str, case: Case) -> Result:
@@ -326,7 +311,7 @@ def main(argv: list[str] | None = None) -> int:
     start = time.monotonic()
     with console.status("building and generating the models"):
         loader.load()
-        folder = models()
+        folder = architectures.models()
     paths = sorted(path for path in folder.glob("*.gguf") if re.search(args.arch, path.stem))
     cases = args.case or [case.name for case in CASES]
     results: list[list[Result]] = []

@@ -345,9 +345,10 @@ class Decoder:
             seq_id: the sequence.
             n_tokens: tokens to make room for; None takes all that a sequence can have.
             expires_ms: milliseconds from now after which the share is dead.
-            strict: trust no provider after its end. `adopt` waits until it has let go of the memory, and
-                zeroes what is free there, which takes about as long as to write the cache once; a provider
-                keeps nothing warm for the next share.
+            strict: trust no provider after its end, and show it nothing of earlier prompts. The share is
+                made in fresh memory, unless it exposes all sequences. `adopt` waits until the provider has
+                let go of the memory, and zeroes what is free there, which takes about as long as to write
+                the cache once. A provider keeps nothing warm for the next share.
 
         Raises:
             SequenceInUseError: the sequence holds cells, or has a share.
@@ -359,14 +360,21 @@ class Decoder:
         start = time.perf_counter_ns()
         n_tokens = self.context.n_ctx_seq if n_tokens is None else n_tokens
         self._expire()
-        self._lib.llama_kv_share_reserve(self.context.handle, seq_id, n_tokens)
+        self._reserve(seq_id, n_tokens)
         try:
+            if strict and not _params(self._lib, self.context.handle, seq_id)["exposes_all"]:
+                # in fresh memory: the provider sees nothing of an earlier prompt
+                self._lib.llama_kv_share_release(self.context.handle, seq_id, True)
+                self._reserve(seq_id, n_tokens)
             share = self._issue(seq_id, n_tokens, expires_ms, start, strict=strict)
         except BaseException:
             self._lib.llama_kv_share_release(self.context.handle, seq_id, False)
             raise
         self._shares[share.share_id] = share
         return share
+
+    def _reserve(self, seq_id: int, n_tokens: int) -> None:
+        self._lib.llama_kv_share_reserve(self.context.handle, seq_id, n_tokens)
 
     def _issue(self, seq_id: int, n_tokens: int, expires_ms: int, start: int, *, strict: bool) -> Share:
         handle = self.context.handle

@@ -616,9 +616,9 @@ def main(argv: list[str] | None = None) -> int:
 def _target(name: str, models: Path | None) -> Target:
     if name != "blob":
         return {"header": HEADER, "ledger": LEDGER}[name]
-    from kvshare.testing import fuzz_blob  # the only one that needs the library
+    from kvshare.testing import architectures, fuzz_blob  # the only one that needs the library
 
-    return fuzz_blob.blob_target(models or fuzz_blob.models_path())
+    return fuzz_blob.blob_target(models or architectures.models())
 
 
 def _summary(seed: int, reports: Sequence[Report]) -> dict[str, Any]:

@@ -36,7 +36,6 @@ import random
 import re
 import socket
 import struct
-import subprocess
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +43,6 @@ from typing import Any
 
 import numpy as np
 
-from kvshare import build, fetch
 from kvshare._native import signatures
 from kvshare.decoder import Decoder
 from kvshare.errors import LedgerError
@@ -503,19 +501,6 @@ def _map(stack: contextlib.ExitStack, region: Any) -> memoryview:
     view = memoryview(mapping)
     stack.callback(view.release)
     return view
-
-
-def models_path() -> Path:
-    """Return the folder with the models of `test-llama-archs`, generated the first time."""
-    program = build.build_target("test-llama-archs")
-    folder = fetch.cache_dir() / "models" / f"archs-{fetch.sha256_of(program)[:16]}"
-    if not (folder / "complete").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        subprocess.run(
-            [program, "-o", folder], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        (folder / "complete").touch()
-    return folder
 
 
 def blob_target(models: Path, *names: str) -> Target:

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kvshare.testing import fuzz, fuzz_blob
+from kvshare.testing import architectures, fuzz, fuzz_blob
 from kvshare.testing.fuzz import get, put
 
 HERE = Path(__file__).parent
@@ -171,7 +171,7 @@ def main() -> None:
     """Write all of them."""
     _write(HERE / "header", headers(), fuzz.HeaderCheck())
     _write(HERE / "ledger", ledgers(), fuzz.LedgerCheck())
-    check = fuzz_blob.BlobCheck(str(fuzz_blob.models_path()))
+    check = fuzz_blob.BlobCheck(str(architectures.models()))
     seeds = {case: blob for case, _, blob in map(fuzz_blob.parse_input, check.seeds())}
     _write(HERE / "blob", blobs(seeds), check)
     check.close()

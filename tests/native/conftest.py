@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import architectures
 from kvshare import fds, models
 from kvshare._native import loader
 from kvshare._native.context import Model
 from kvshare.errors import BuildError, LibraryNotFoundError
+from kvshare.testing import architectures
 from tests.native.handoff import ProviderProcess
 
 # -- what the tests run on ---------------------------------------------------------------------
