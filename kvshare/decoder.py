@@ -18,10 +18,8 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
-import math
 import os
 import secrets
-import select
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +30,6 @@ from kvshare import fds, wire
 from kvshare._native import loader, signatures
 from kvshare._native.context import Context, Model
 from kvshare.errors import (
-    DeadlineExceededError,
     ExpiredError,
     KvshareError,
     LedgerError,
@@ -232,13 +229,7 @@ class Share:
         if self._connection is None:
             raise LocalProtocolError("send the share before you wait for its provider")
         deadline = self._deadline if deadline is None else min(deadline, self._deadline)
-        poller = select.poll()
-        poller.register(self._connection, 0)  # hang-ups only: what it still says was for `wait`
-        if not poller.poll(max(0, math.ceil((deadline - time.monotonic()) * 1000))):
-            raise DeadlineExceededError(
-                "the provider has not let go of the memory",
-                hint="it does when it closes its connection; end it, or share without strict",
-            )
+        fds.wait_for_hangup(self._connection, deadline=deadline)
 
     @property
     def provider_pid(self) -> int:

@@ -434,6 +434,32 @@ def _wait(sock: socket.socket, events: int, deadline: float, done: str) -> None:
             return
 
 
+def has_hung_up(sock: socket.socket) -> bool:
+    """Whether the peer has closed its end; one that only has nothing more to say has not."""
+    poller = select.poll()
+    poller.register(sock, 0)
+    return bool(poller.poll(0))
+
+
+def wait_for_hangup(sock: socket.socket, *, deadline: float | None = None) -> None:
+    """Wait until the peer has closed its end, as the kernel does for one that dies.
+
+    A provider closes its connection when it has unmapped what it was sent.
+
+    Args:
+        sock: a connected unix stream socket; what the peer has said before stays there to be read.
+        deadline: see the module.
+
+    Raises:
+        DeadlineExceededError: it holds on.
+    """
+    try:
+        _wait(sock, 0, _resolve(deadline), "the provider had not let go of the memory")
+    except DeadlineExceededError as exc:
+        exc.hint = "it does when it closes its connection; end it, or share without strict"
+        raise
+
+
 # -- peers -----------------------------------------------------------------------------------
 
 

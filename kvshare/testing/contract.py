@@ -268,14 +268,28 @@ def decoder_keeps_what_was_adopted(harness: Harness) -> None:
     _require_exact(harness, tokens, 0, share.header)
 
 
-def decoder_zeroes_what_nobody_adopted(harness: Harness) -> None:
-    """Nothing of a refused prompt stays in memory, and no NaN in cells that attention reads."""
-    tokens = harness.tokens(N_TOKENS)
-    with _offered(harness) as (share, offer):
-        _fill(harness, offer, tokens)
-        _require(any(_lease_bytes(offer)), "the provider wrote nothing")
-        share.release()
-        _require(not any(_lease_bytes(offer)), "a released share leaves data behind")
+def decoder_takes_the_memory_of_what_nobody_adopted(harness: Harness) -> None:
+    """Nothing of a refused prompt stays, and a late writer reaches neither the next share nor a sequence."""
+    tokens, other = harness.tokens(N_TOKENS), harness.tokens(N_TOKENS, 1)
+    with _offered(harness, seq_id=1) as (share, offer):
+        _fill(harness, offer, other)
+        harness.decoder.adopt(share, other)
+    with _offered(harness) as (released, late):
+        _fill(harness, late, tokens)
+        rows = _lease_bytes(late)
+        released.release()
+        with _offered(harness) as (_, following):
+            _require(_lease_bytes(following) != rows, "a released share leaves data behind")
+            before = _lease_bytes(following)
+            for layer in late.views():
+                for view in (layer.k, layer.v):
+                    if view is not None:
+                        view[:] = 7
+                del view
+            del layer
+            _require(_lease_bytes(following) == before, "a late writer reaches the next share")
+        _require_exact(harness, other, 1, share.header)
+    harness.clear(1)
 
 
 def decoder_lets_shares_expire(harness: Harness) -> None:

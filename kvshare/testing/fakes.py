@@ -139,8 +139,14 @@ class FakeShare:
         self._decoder = decoder
         self._deadline = deadline
         self._state = ShareState.ISSUED
+        self._sent = False
         self._connection: socket.socket | None = None
         self._own_connection: socket.socket | None = None
+
+    @property
+    def strict(self) -> bool:
+        """Whether `FakeDecoder.adopt` waits until the provider has let go."""
+        return bool(self.header.params["strict"])
 
     @property
     def state(self) -> ShareState:
@@ -158,7 +164,7 @@ class FakeShare:
         """Send header and descriptors; as `kvshare.Share.send`."""
         if not self.state.live:
             raise LocalProtocolError(f"this share is {self._state.value}, it cannot be sent")
-        if self._connection is not None:
+        if self._sent:
             raise LocalProtocolError("this share was sent already")
         if isinstance(target, socket.socket):
             fds.require_peer_uid(target)
@@ -166,6 +172,7 @@ class FakeShare:
         else:
             connection = self._own_connection = fds.connect_unix(target, deadline=deadline)
         descriptors = [self._decoder._region.fileno(), self.ledger.fileno()]
+        self._sent = True
         fds.send_message(connection, wire.encode(self.header), descriptors, deadline=deadline)
         self._connection = connection
 
@@ -188,8 +195,15 @@ class FakeShare:
             if progress:
                 progress(message.n_filled, message.n_tokens)
 
+    def wait_until_let_go(self, *, deadline: float | None = None) -> None:
+        """Wait until the provider has hung up; as `kvshare.Share.wait_until_let_go`."""
+        if self._connection is None:
+            raise LocalProtocolError("send the share before you wait for its provider")
+        deadline = self._deadline if deadline is None else min(deadline, self._deadline)
+        fds.wait_for_hangup(self._connection, deadline=deadline)
+
     def release(self) -> None:
-        """Give the lease back, zero its cells; idempotent."""
+        """Give the lease back, and the memory with it if it was sent; idempotent."""
         self._decoder._end(self, ShareState.RELEASED)
 
     def __enter__(self) -> FakeShare:
@@ -227,14 +241,10 @@ class FakeDecoder:
         self.n_seq_max = n_seq_max
         self._semantics_text = canonical_json({"model": semantics}).decode()
         self._semantics = hashlib.sha256(self._semantics_text.encode()).hexdigest()
-        self._region = fds.memfd_create("kvshare-fake", self.layout.regions[0].size)
-        try:
-            self._mappings = mapping.map_regions(self.layout, [(self._region, 0)])
-        except BaseException:
-            self._region.close()
-            raise
+        self._region, self._mappings = self._fresh()
         self._sequences: dict[int, _Cells] = {}
         self._leases: dict[int, _Cells] = {}
+        self._withheld: list[_Cells] = []  # of leases that ended while others went on
         self._shares: dict[int, FakeShare] = {}
         self._closed = False
 
@@ -275,7 +285,12 @@ class FakeDecoder:
         return digest.digest()
 
     def share(
-        self, seq_id: int = 0, *, n_tokens: int | None = None, expires_ms: int = DEFAULT_EXPIRES_MS
+        self,
+        seq_id: int = 0,
+        *,
+        n_tokens: int | None = None,
+        expires_ms: int = DEFAULT_EXPIRES_MS,
+        strict: bool = False,
     ) -> FakeShare:
         """Take cells for an empty sequence and offer them; as `kvshare.Decoder.share`."""
         start = time.perf_counter_ns()
@@ -300,6 +315,7 @@ class FakeDecoder:
                     "semantics": self._semantics_text,
                     "seq_id": seq_id,
                     "exposes_all": 1,
+                    "strict": int(strict),
                 },
                 regions=(
                     wire.RegionEntry(
@@ -325,7 +341,12 @@ class FakeDecoder:
         return made
 
     def adopt(
-        self, share: FakeShare, tokens: Sequence[int], *, allow_other_semantics: bool = False
+        self,
+        share: FakeShare,
+        tokens: Sequence[int],
+        *,
+        allow_other_semantics: bool = False,
+        deadline: float | None = None,
     ) -> Adopted:
         """Check the ledger and enter its cells into the sequence; as `kvshare.Decoder.adopt`."""
         start = time.perf_counter_ns()
@@ -348,6 +369,9 @@ class FakeDecoder:
         if record.state in (LedgerState.ISSUED, LedgerState.FILLING):
             record.verify(**{**known, "semantics": None}, sample_digest=None)
         cells = self._leases[share.seq_id]
+        if share.strict and record.state is LedgerState.COMPLETE:
+            share.wait_until_let_go(deadline=deadline)
+            record = share.ledger.snapshot()
         try:
             record.verify(**known, sample_digest=None)
             if len(tokens) > cells.n:
@@ -362,6 +386,7 @@ class FakeDecoder:
         share._state = ShareState.ADOPTED
         self._sequences[share.seq_id] = _Cells(cells.first, len(tokens))
         self._forget(share)
+        self._settle()
         return Adopted(
             n_adopted=len(tokens),
             bytes_in_place=sum(
@@ -376,9 +401,7 @@ class FakeDecoder:
         for share in list(self._shares.values()):
             self._end(share, ShareState.RELEASED)
         self._closed = True
-        for each in self._mappings:
-            each.close()
-        self._region.close()
+        self._drop_memory()
 
     def __enter__(self) -> FakeDecoder:
         return self
@@ -406,7 +429,7 @@ class FakeDecoder:
         """Find free cells, at a multiple of 256 if there is room."""
         if not 0 < n <= self.n_ctx_seq:
             raise NoFreeCellsError(f"there are no {n} cells in a cache of {self.n_ctx_seq}")
-        taken = [*self._sequences.values(), *self._leases.values()]
+        taken = [*self._sequences.values(), *self._leases.values(), *self._withheld]
         for first in (*range(0, self.n_ctx_seq, _ALIGNMENT), *range(self.n_ctx_seq)):
             if first + n <= self.n_ctx_seq and all(
                 first + n <= each.first or each.first + each.n <= first for each in taken
@@ -418,12 +441,39 @@ class FakeDecoder:
         if not share._state.live:
             return
         share._state = state
-        cells = self._leases[share.seq_id]
-        for layer in self._views():
-            for view in (layer.k, layer.v):
-                if view is not None:
-                    view[cells.first : cells.first + cells.n] = 0
+        if share._sent:
+            self._withheld.append(self._leases[share.seq_id])
         self._forget(share)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Put fresh memory in the place of what providers got, when no share of it is live."""
+        if not self._withheld or self._leases:
+            return
+        region, mappings = self._fresh()
+        for old, new in zip(self._views(), mapping.layer_views(self.layout, mappings), strict=True):
+            for cells in self._sequences.values():
+                rows = slice(cells.first, cells.first + cells.n)
+                new.k[rows] = old.k[rows]
+                if old.v is not None and new.v is not None:
+                    new.v[rows] = old.v[rows]
+        del old, new
+        self._drop_memory()
+        self._region, self._mappings = region, mappings
+        self._withheld.clear()
+
+    def _fresh(self) -> tuple[fds.OwnedFd, list[mapping.Mapping]]:
+        region = fds.memfd_create("kvshare-fake", self.layout.regions[0].size)
+        try:
+            return region, mapping.map_regions(self.layout, [(region, 0)])
+        except BaseException:
+            region.close()
+            raise
+
+    def _drop_memory(self) -> None:
+        for each in self._mappings:
+            each.close()
+        self._region.close()
 
     def _forget(self, share: FakeShare) -> None:
         self._leases.pop(share.seq_id, None)

@@ -31,9 +31,7 @@ def failing(checks: Iterable[tuple[str, Check]]) -> set[str]:
 class Credulous(FakeDecoder):
     """Believes every ledger that says complete."""
 
-    def adopt(
-        self, share: FakeShare, tokens: Sequence[int], *, allow_other_semantics: bool = False
-    ) -> Adopted:
+    def adopt(self, share: FakeShare, tokens: Sequence[int], **_options: Any) -> Adopted:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(LedgerRecord, "verify", lambda *_, **__: None)
             return super().adopt(share, tokens)
@@ -84,7 +82,7 @@ class Leaky(FakeDecoder):
                 "reports_a_failure",
             },
         ),
-        (Untidy, {"zeroes_what_nobody_adopted"}),
+        (Untidy, {"takes_the_memory_of_what_nobody_adopted"}),
         (Forgetful, {"shares_a_sequence_once"}),
         (Leaky, {"hands_over"}),
     ],

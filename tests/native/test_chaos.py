@@ -1,4 +1,4 @@
-"""The chaos kit: a few of its cases, and that it finds faults; `--all` is for a hand, and takes minutes."""
+"""The chaos kit: all cases against a decoder, a few against a server, and that it finds faults."""
 
 from __future__ import annotations
 
@@ -30,8 +30,13 @@ FEW = [
     *("none", "dies:half", "pauses:first-ubatch", "hangs-up:header", "other-tokens", "wrong-region"),
     *("swaps-layers", "claims-all", "replays:last-ubatch", "blob-of-another", "truncates:half"),
     *("adopts-twice", "request-between", "decoder-dies:half", "job-hangs-up:first-ubatch"),
+    *("late-nan", "late-refused", "late-expired", "late-prefill", "trespasses", "holds-on"),
+    *("claims-zeros", "seals:half", "decoder-dies-unseen:half"),
 ]
-ADOPTED = {"none", "pauses", "truncates", "keeps", "adopts-twice", "job-hangs-up"}
+ADOPTED = {
+    *("none", "pauses", "truncates", "seals", "keeps", "adopts-twice", "job-hangs-up"),
+    *("trespasses", "holds-on"),
+}
 
 
 def chaos(*arguments: str) -> tuple[int, Any, str]:
@@ -98,8 +103,17 @@ def test_an_unknown_fault() -> None:
 # -- what becomes of them ------------------------------------------------------------------------
 
 
-def test_a_few(tiny_path: Path) -> None:
-    status, outcome, progress = chaos("--model", str(tiny_path), "--run", *FEW)
+@pytest.mark.slow
+def test_all(tiny_path: Path) -> None:
+    status, outcome, progress = chaos("--model", str(tiny_path), "--all")
+    check_passed(status, outcome, progress)
+    assert outcome["faults"] == sum("decoder" in fault.targets and not fault.known for fault in FAULTS)
+    assert outcome["steps"] == len(STEPS)
+
+
+@pytest.mark.slow
+def test_a_few_with_the_server(smollm2_path: Path) -> None:
+    status, outcome, progress = chaos("--model", str(smollm2_path), "--server", "--run", *FEW)
     check_passed(status, outcome, progress)
     assert outcome["cases"] == len(FEW)
     assert outcome["refused"] == sum(name.split(":")[0] not in ADOPTED for name in FEW)
