@@ -101,12 +101,14 @@ def gate(program: Path, model_path: Path) -> Iterator[Gate]:
 
 @contextlib.contextmanager
 def provider_and_engine(
-    model: Path, server: processes.Running, socket: Path, folder: Path
+    model: Path, server: processes.Running, socket: Path, folder: Path, *options: str
 ) -> Iterator[tuple[processes.Running, processes.Running]]:
     name = socket.stem
     with (
         processes.provider(model, socket, folder / f"{name}-provider.log", *BATCH) as provider,
-        processes.engine(server.url, socket, folder / f"{name}-engine.log", "--threshold", "64") as engine,
+        processes.engine(
+            server.url, socket, folder / f"{name}-engine.log", "--threshold", "64", *options
+        ) as engine,
     ):
         yield provider, engine
 
@@ -298,6 +300,24 @@ def test_a_provider_that_dies_at_work_costs_no_answer(gate: Gate, tmp_path: Path
         answer = asked.result(TIMEOUT_S)
         check_fallback(engine, answer, "provider-died")
     answer.check_same(alone)
+
+
+@pytest.mark.slow
+def test_a_strict_engine_hands_over_as_well(gate: Gate, tmp_path: Path) -> None:
+    """The provider lets go of the memory after each, so that none is warm for the next."""
+    socket = gate.share_dir / "strict.sock"
+    with provider_and_engine(gate.model, gate.server, socket, tmp_path, "--strict") as (provider, engine):
+        for n_tokens in (251, 300):
+            request = Request.make(gate, "/completion", n_tokens)
+            alone = plain_from_empty(gate, request)
+            answer = Answer.of(engine, request)
+            assert answer.headers["X-Kvshare-Path"] == "handoff"
+            assert answer.cache_n == n_tokens - 1
+            answer.check_same(alone)
+            gate.action("erase")
+        assert "memfd:llama-kv-share" not in Path(f"/proc/{provider.pid}/maps").read_text()
+    events = [json.loads(line) for line in provider.log.read_text().splitlines() if line.startswith("{")]
+    assert [event["warm"] for event in events if event["event"] == "begun"] == [False, False]
 
 
 def plain_from_empty(gate: Gate, request: Request) -> Answer:
