@@ -492,6 +492,44 @@ def require_peer_uid(sock: socket.socket, uid: int | None = None) -> None:
         raise PeerRefusedError(f"the peer (pid {found.pid}) runs as uid {found.uid}, expected uid {expected}")
 
 
+class PeerProcess:
+    """Tells whether the process at the other end of a connection is still there.
+
+    It may hang up and live on. Where the kernel has no pidfds, or the peer is of another pid namespace,
+    one that hangs up counts as gone.
+
+    *Ownership*: the socket stays the caller's; `close` closes the pidfd.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        pid = peer_credentials(sock).pid
+        self._pidfd: OwnedFd | None = None
+        if pid:
+            with contextlib.suppress(OSError):  # it has ended: its connection says so
+                self._pidfd = pidfd_open(pid)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has ended."""
+        if self._pidfd is None:
+            return has_hung_up(self._sock)
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        return bool(poller.poll(0))
+
+    def close(self) -> None:
+        """Close the pidfd; idempotent."""
+        if self._pidfd is not None:
+            self._pidfd.close()
+
+    def __enter__(self) -> PeerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 @contextlib.contextmanager
 def private_directory() -> Iterator[Path]:
     """Make a directory that only this user can enter, for sockets; remove it at the end."""

@@ -30,6 +30,7 @@ from kvshare.errors import (
     LocalProtocolError,
     NativeError,
     NotShareableError,
+    PeerClosedError,
     RemoteProtocolError,
 )
 from kvshare.fds import OwnedFd
@@ -162,6 +163,11 @@ class Offer:
     def exposes_all(self) -> bool:
         """Whether the regions hold other sequences of the decoder as well."""
         return bool(self.header.params.get("exposes_all"))
+
+    @property
+    def strict(self) -> bool:
+        """Whether the decoder waits until the regions are unmapped and the connection is closed."""
+        return bool(self.header.params.get("strict"))
 
     def memory(self) -> list[tuple[int, int, int, int]]:
         """Return what tells the memory of each region from any other: device, inode, offset, size."""
@@ -468,6 +474,8 @@ class Provider:
 class WarmProvider:
     """Fill one offer after the other; keep the context while they offer the same memory.
 
+    Nothing of a strict share is kept.
+
     Attributes:
         provider: the context that is kept, or None.
     """
@@ -505,6 +513,8 @@ class WarmProvider:
         begun(warm)
         self.provider.prefill(tokens, progress=progress)
         self.provider.publish()
+        if offer.strict:
+            self.forget()
 
     def forget(self) -> None:
         """Free the context, and with it the mappings of the decoder's memory; idempotent."""
@@ -587,6 +597,7 @@ def serving(
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(fds.accept_unix(listener, deadline=deadline))
         offer = stack.enter_context(Offer.receive(connection, deadline=deadline))
+        decoder = stack.enter_context(fds.PeerProcess(connection))
         writable = select.poll()
         writable.register(connection, select.POLLOUT)
 
@@ -595,7 +606,12 @@ def serving(
             with contextlib.suppress(KvshareError, OSError):
                 fds.send_message(connection, wire.encode(message), deadline=time.monotonic() + _TELL_S)
 
+        def require_decoder() -> None:
+            if decoder.is_gone:
+                raise PeerClosedError("the decoder has ended")
+
         def advance(n_filled: int) -> None:
+            require_decoder()
             # never wait for a decoder that does not read: the watermark says the same
             if writable.poll(0):
                 tell(wire.Progress(share_id=offer.header.share_id, n_filled=n_filled, n_tokens=len(tokens)))
@@ -606,6 +622,7 @@ def serving(
             provider = stack.enter_context(Provider(offer, model, **options))
             provider.prefill(tokens, progress=advance)
             provider.publish()
+            require_decoder()
         except BaseException as error:
             offer.fail(f"{type(error).__name__}: {error}")
             said = str(error) if isinstance(error, Exception) else "the provider was stopped"

@@ -11,8 +11,9 @@ The rules:
   it changes hands together with its pair.
 - Whatever ends a job is said three times: in the ledger, on the job's connection, and on the share's
   if that is still open. What a peer gets wrong costs its own connection, and nothing else.
-- Between two graphs a job ends early if its engine has hung up, if the share has expired (its cells
-  may be somebody else's), or if the service stops.
+- Between two graphs a job ends early if its engine has hung up, if the share has expired, if its
+  decoder has ended, or if the service stops.
+- A strict share's connection closes when nothing of it is mapped any more, done or not.
 - Everything has a bound: jobs, unpaired shares, connections, and the time that each may take.
 """
 
@@ -121,8 +122,10 @@ class _Share:
 
     offer: Offer
     connection: socket.socket
-    pid: int
     arrived: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.decoder = fds.PeerProcess(self.connection)
 
     @property
     def share_id(self) -> int:
@@ -139,8 +142,9 @@ class _Share:
         _tell(self.connection, wire.Outcome(share_id=self.share_id, ok=False, error=error))
 
     def close(self) -> None:
-        self.connection.close()
         self.offer.close(leave_views=True)  # an error that is kept for later may hold some
+        self.decoder.close()
+        self.connection.close()  # the last: it says that the memory is let go of
 
 
 @dataclass
@@ -158,7 +162,7 @@ class _Job:
 
     @property
     def abandoned(self) -> bool:
-        return _hung_up(self.connection)
+        return fds.has_hung_up(self.connection)
 
     def refuse(self, error: str) -> None:
         _tell(self.connection, wire.Outcome(share_id=self.share_id, ok=False, error=error))
@@ -289,11 +293,13 @@ class Service:
                 raise _Cancelled("the engine has hung up")
             if share.expired:
                 raise _Cancelled("the share has expired")
+            if share.decoder.is_gone:
+                raise _Cancelled("the decoder has ended")
 
         def begun(warm: bool) -> None:
             nonlocal begun_at, is_warm
             begun_at, is_warm = time.perf_counter(), warm
-            self._watch(share.pid)
+            self._watch(fds.peer_credentials(share.connection).pid)
             self._say("begun", share_id=share_id, n_tokens=n_tokens, warm=warm)
 
         def progress(n_filled: int) -> None:
@@ -310,6 +316,7 @@ class Service:
             self._filler.fill(share.offer, job.header.tokens, begun=begun, progress=progress)
         except _Cancelled as reason:
             text = f"cancelled: {reason}"
+            self._forget()  # its memory is not offered again: the decoder takes other memory then
             pair.fail(text)
             self._say("failed", share_id=share_id, error=text, type="Cancelled")
         except Exception as error:
@@ -491,7 +498,7 @@ class _Reception:
                     share_id = message.share_id
                 try:
                     if isinstance(message, wire.ShareHeader):
-                        self._take_share(_Share(Offer(message, owned), connection, _pid(connection)))
+                        self._take_share(_Share(Offer(message, owned), connection))
                     elif isinstance(message, wire.JobHeader):
                         if owned:
                             raise RemoteProtocolError(f"{len(owned)} descriptors came with a job")
@@ -537,6 +544,7 @@ class _Reception:
                 raise PeerError(error)
         except PeerError:
             share.offer.close()  # the connection is there to say why
+            share.decoder.close()
             raise
         nbytes = sum(region.size for region in header.regions)
         self._say("share", share_id=share_id, seq_id=share.offer.seq_id, nbytes=nbytes)
@@ -603,17 +611,8 @@ def _events(file: socket.socket | OwnedFd, wanted: int) -> int:
     return next((events for _, events in poller.poll(0)), 0)
 
 
-def _hung_up(connection: socket.socket) -> bool:
-    """Whether a peer has closed its end; one that only has nothing more to say has not."""
-    return bool(_events(connection, 0))
-
-
 def _writable(connection: socket.socket) -> bool:
     return _events(connection, select.POLLOUT) == select.POLLOUT
-
-
-def _pid(connection: socket.socket) -> int:
-    return fds.peer_credentials(connection).pid
 
 
 def _described(error: Exception) -> dict[str, Any]:

@@ -13,6 +13,15 @@ dies or does not answer is a failure of the input that it has; the fuzzer goes o
 - `blob`: any metadata into `llama_kv_share_adopt` of a real context. A refusal leaves the sequence
   empty and all else as it was; an adoption gives the state of the blob that was not mutated. See
   `fuzz_blob`.
+
+Under AddressSanitizer and UndefinedBehaviorSanitizer, with a library that is built for it (what they find
+ends the child, which is a failure of its input):
+
+    kvshare build --cmake-arg LLAMA_SANITIZE_ADDRESS=ON --cmake-arg LLAMA_SANITIZE_UNDEFINED=ON \\
+        --cmake-arg CMAKE_BUILD_TYPE=RelWithDebInfo
+    KVSHARE_LIBRARY=THE_FOLDER_THAT_IT_PRINTS LD_PRELOAD="$(cc -print-file-name=libasan.so)" \\
+        ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \\
+        python -m kvshare.testing.fuzz --target blob --seconds 600
 """
 
 from __future__ import annotations

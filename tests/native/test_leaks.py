@@ -1,14 +1,16 @@
-"""What is opened is closed: descriptors, mappings and memory stay flat; and who dies, dies alone."""
+"""What is opened is closed: descriptors, mappings, threads and memory stay flat; who dies, dies alone."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ import pytest
 from kvshare import (
     Context,
     Decoder,
+    ExpiredError,
     KvshareError,
     LedgerIncompleteError,
     LocalProtocolError,
@@ -28,6 +31,7 @@ from kvshare import (
     ReplayError,
     fds,
 )
+from kvshare.wire import ShareState
 from tests.native.handoff import (
     ROOT,
     ProviderProcess,
@@ -43,7 +47,7 @@ PARAMS: dict[str, Any] = {"n_ctx": 256, "n_batch": 64, "n_ubatch": 64, "n_thread
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 
 # An allocator keeps what it has: the resident size may grow by this in a whole test, but a leak of a
-# single page in each of 500 cycles is more.
+# single page in each of 500 cycles is more, and so are some hundred bytes in each of 10,000.
 RSS_TOLERANCE_NBYTES = 500 * 4096
 
 
@@ -56,6 +60,7 @@ def no_log(monkeypatch: pytest.MonkeyPatch) -> None:
 class Usage(NamedTuple):
     n_fds: int
     n_mappings: int
+    n_threads: int
     rss_nbytes: int
 
 
@@ -63,7 +68,8 @@ def usage() -> Usage:
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
     n_mappings = len(Path("/proc/self/maps").read_text().splitlines())
-    return Usage(len(os.listdir("/proc/self/fd")), n_mappings, resident)
+    n_threads = len(os.listdir("/proc/self/task"))
+    return Usage(len(os.listdir("/proc/self/fd")), n_mappings, n_threads, resident)
 
 
 def assert_flat(cycle: Callable[[], None], n: int, *, n_warm: int) -> None:
@@ -75,6 +81,7 @@ def assert_flat(cycle: Callable[[], None], n: int, *, n_warm: int) -> None:
         cycle()
     after = usage()
     assert after.n_fds == before.n_fds
+    assert after.n_threads == before.n_threads
     # glibc may map an arena or grow a heap once
     assert after.n_mappings <= before.n_mappings + 2, (before, after)
     assert after.rss_nbytes <= before.rss_nbytes + RSS_TOLERANCE_NBYTES, (before, after)
@@ -104,31 +111,89 @@ def test_500_handoffs(tiny: Model) -> None:
         assert_flat(cycle, 500, n_warm=20)
 
 
-def test_500_handoffs_through_views(tiny: Model) -> None:
+def fill(offer: Offer) -> None:
+    """Write and vouch for all rows of the prompt, without llama.cpp."""
+    cells = slice(offer.first_cell, offer.first_cell + len(PROMPT))
+    offer.ledger.begin()
+    for layer in offer.views():
+        assert layer.v is not None
+        layer.k[cells] = layer.v[cells] = 1
+    offer.complete(PROMPT)
+
+
+@pytest.mark.slow
+def test_10000_handoffs_through_views(tiny: Model) -> None:
     with Decoder.open(tiny, **PARAMS) as decoder:
 
         def cycle() -> None:
             with offered(decoder, len(PROMPT)) as (share, offer):
-                offer.ledger.begin()
-                for layer in offer.views():
-                    layer.k[: len(PROMPT)] = 1
-                del layer
-                offer.complete(PROMPT)
+                fill(offer)
                 assert decoder.adopt(share, PROMPT).n_adopted == len(PROMPT)
             decoder.context.clear()
 
-        assert_flat(cycle, 500, n_warm=20)
+        assert_flat(cycle, 10_000, n_warm=50)
 
 
-def test_500_releases(tiny: Model) -> None:
-    with Decoder.open(tiny, **PARAMS) as decoder:
+@pytest.mark.slow
+def test_10000_aborts(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way in which a share ends without adoption, in turn; the next share finds the slot free."""
+    now, ahead_s = time.monotonic, 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now() + ahead_s)
 
-        def cycle() -> None:
+    with (
+        fds.private_directory() as folder,
+        fds.listen_unix(folder / "p.sock") as listener,
+        Decoder.open(tiny, **PARAMS) as decoder,
+    ):
+
+        def released_before_it_is_sent() -> None:
             share = decoder.share(n_tokens=len(PROMPT))
             share.release()
             share.release()
+            assert share.state is ShareState.RELEASED
 
-        assert_flat(cycle, 500, n_warm=20)
+        def released_when_it_is_filled() -> None:
+            with offered(decoder, len(PROMPT)) as (share, offer):
+                fill(offer)
+                share.release()
+                assert share.state is ShareState.RELEASED
+
+        def the_provider_fails() -> None:
+            with offered(decoder, len(PROMPT)) as (share, offer):
+                offer.ledger.begin()
+                offer.fail("no")
+                with pytest.raises(LedgerIncompleteError):
+                    decoder.adopt(share, PROMPT)
+                assert share.state is ShareState.FAILED
+
+        def the_provider_hangs_up() -> None:
+            with decoder.share(n_tokens=len(PROMPT)) as share:
+                share.send(folder / "p.sock")
+                with fds.accept_unix(listener) as connection, Offer.receive(connection) as offer:
+                    offer.ledger.begin()
+                with pytest.raises(PeerClosedError):
+                    share.wait()
+            assert share.state is ShareState.RELEASED
+
+        def it_expires() -> None:
+            nonlocal ahead_s
+            with offered(decoder, len(PROMPT)) as (share, offer):
+                fill(offer)
+                ahead_s += share.header.expires_ms / 1000
+                with pytest.raises(ExpiredError):
+                    decoder.adopt(share, PROMPT)
+                assert share.state is ShareState.EXPIRED
+
+        ways = itertools.cycle(
+            [
+                released_before_it_is_sent,
+                released_when_it_is_filled,
+                the_provider_fails,
+                the_provider_hangs_up,
+                it_expires,
+            ]
+        )
+        assert_flat(lambda: next(ways)(), 10_000, n_warm=50)
 
 
 def test_500_refusals(tiny: Model) -> None:

@@ -388,7 +388,7 @@ def test_an_engine_that_hangs_up_cancels(start: Callable[..., Running], decoder:
         assert record.error == "cancelled: the engine has hung up"
         assert record.n_filled == STEP  # between two steps, not at the end
     assert running.wait_for("failed")["type"] == "Cancelled"
-    assert running.filler.n_forgotten == 0
+    assert running.filler.n_forgotten == 1  # the decoder takes other memory now
     assert running.filler.filled == []
     assert_serves(running, decoder)
 
