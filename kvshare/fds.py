@@ -20,6 +20,7 @@ import errno
 import fcntl
 import math
 import os
+import secrets
 import select
 import socket
 import stat
@@ -54,14 +55,17 @@ F_SEAL_SEAL = 0x0001
 F_SEAL_SHRINK = 0x0002
 F_SEAL_GROW = 0x0004
 F_SEAL_WRITE = 0x0008
+F_SEAL_FUTURE_WRITE = 0x0010  # Linux 5.1
 F_SEAL_EXEC = 0x0020  # Linux 6.3; set by MFD_NOEXEC_SEAL
-SIZE_SEALS = F_SEAL_SHRINK | F_SEAL_GROW
+SIZE_SEALS = F_SEAL_SHRINK | F_SEAL_GROW  # what is required of memory that a peer sends
+FIXED_SEALS = SIZE_SEALS | F_SEAL_SEAL  # what is put on memory made here
 
 _SEAL_NAMES = {
     F_SEAL_SEAL: "F_SEAL_SEAL",
     F_SEAL_SHRINK: "F_SEAL_SHRINK",
     F_SEAL_GROW: "F_SEAL_GROW",
     F_SEAL_WRITE: "F_SEAL_WRITE",
+    F_SEAL_FUTURE_WRITE: "F_SEAL_FUTURE_WRITE",
     F_SEAL_EXEC: "F_SEAL_EXEC",
 }
 
@@ -175,8 +179,9 @@ def memfd_create(name: str, size: int, *, seal: bool = True) -> OwnedFd:
     Args:
         name: what `/proc/self/fd` shows after `memfd:`.
         size: bytes; every page reads as zero and costs nothing until it is touched.
-        seal: seal it against shrink and grow, so that no peer can turn a mapping into a SIGBUS.
-            `F_SEAL_SEAL` is left out: a frozen prefix is sealed against writing later.
+        seal: seal it against shrink and grow, so that no peer can turn a mapping into a SIGBUS, and
+            against more seals, so that none can keep the next one from mapping it writable. Memory that
+            is to be frozen later has to be made without, and to be sealed by its maker.
 
     Raises:
         LocalProtocolError: `size` is out of range.
@@ -194,9 +199,10 @@ def memfd_create(name: str, size: int, *, seal: bool = True) -> OwnedFd:
             raise
         fd = OwnedFd(os.memfd_create(name, flags))
     try:
+        os.fchmod(fd.fileno(), 0o600)  # an older kernel makes it executable
         os.ftruncate(fd.fileno(), size)
         if seal:
-            fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, SIZE_SEALS)
+            fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, FIXED_SEALS)
     except BaseException:
         fd.close()
         raise
@@ -538,29 +544,43 @@ def private_directory() -> Iterator[Path]:
 
 
 def listen_unix(path: str | os.PathLike[str]) -> socket.socket:
-    """Listen on a unix socket that only this user can connect to.
+    """Listen on a unix socket that only this user can connect to, in a folder that nobody else can change.
 
-    A socket file that nobody listens at any more is replaced.
+    Whoever sees the path can connect: it appears when the socket listens already. A socket file that
+    nobody listens at any more is replaced.
 
     Returns:
-        a non-blocking, close-on-exec listener for `accept_unix`.
+        a non-blocking, close-on-exec listener for `accept_unix`; its `getsockname` is not the path.
 
     Raises:
-        LocalProtocolError: the path is too long, is no socket, or somebody listens there.
+        LocalProtocolError: the path is too long or is no socket, somebody listens there, or other users
+            could put a socket of their own in its place.
 
     Ownership: the caller closes the listener and removes the path.
     """
     name = _socket_path(path)
-    with contextlib.ExitStack() as undo:
-        sock = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        sock.setblocking(False)
-        # bind() gives the file the mode of the socket's own inode (less the umask). Unlike a umask
-        # of our own, this is neither late nor shared with other threads.
-        os.fchmod(sock.fileno(), 0o600)
+    folder, base = os.path.split(name)
+    with OwnedFd(os.open(folder or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as opened:
+        here = opened.fileno()
+        _require_private(here, folder or ".")
         _remove_stale(name)
-        sock.bind(name)
-        sock.listen()
-        undo.pop_all()
+        with contextlib.ExitStack() as undo:
+            sock = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            sock.setblocking(False)
+            # bind() gives the file the mode of the socket's own inode (less the umask). Unlike a umask
+            # of our own, this is neither late nor shared with other threads.
+            os.fchmod(sock.fileno(), 0o600)
+            # a path that is bound but does not listen yet refuses: it gets its name afterwards
+            temporary = f".kvshare-{secrets.token_hex(8)}"
+            sock.bind(f"/proc/self/fd/{here}/{temporary}")  # fits, however long the folder's name is
+            try:
+                sock.listen()
+                os.link(temporary, base, src_dir_fd=here, dst_dir_fd=here, follow_symlinks=False)
+            except FileExistsError as exc:
+                raise _taken(name) from exc  # by another one that started at the same moment
+            finally:
+                os.unlink(temporary, dir_fd=here)
+            undo.pop_all()
     return sock
 
 
@@ -582,6 +602,22 @@ def listening(path: str | os.PathLike[str]) -> Iterator[socket.socket]:
                     os.unlink(path)
 
 
+def _require_private(folder: int, name: str) -> None:
+    """Check that no other user can replace what this one puts into a folder; root always can."""
+    status = os.fstat(folder)
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid not in (os.geteuid(), 0):
+        problem = f"belongs to uid {status.st_uid}"
+    elif mode & 0o022 and not mode & stat.S_ISVTX:
+        problem = f"can be written by others (mode {mode:o})"
+    else:
+        return
+    raise LocalProtocolError(
+        f"the folder {name} {problem}, who could replace the socket",
+        hint="choose a folder of your own: mkdir -m 700 FOLDER",
+    )
+
+
 def _remove_stale(name: str) -> None:
     try:
         mode = os.lstat(name).st_mode
@@ -598,7 +634,11 @@ def _remove_stale(name: str) -> None:
             return
         except BlockingIOError:
             pass  # a full backlog is a listener's, too
-    raise LocalProtocolError(f"another process listens at {name}", hint="stop it, or choose another path")
+    raise _taken(name)
+
+
+def _taken(name: str) -> LocalProtocolError:
+    return LocalProtocolError(f"another process listens at {name}", hint="stop it, or choose another path")
 
 
 def connect_unix(path: str | os.PathLike[str], *, deadline: float | None = None) -> socket.socket:

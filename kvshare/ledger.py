@@ -267,7 +267,8 @@ class Ledger:
                 raise LedgerError(f"a ledger of {size} bytes has no room for its header of {HEADER_NBYTES}")
             ledger = cls(fd, size)
             try:
-                ledger._share_id = ledger.snapshot().share_id
+                # without its blob, which may be of any size: pages that are holes cost a peer nothing
+                ledger._share_id = ledger.snapshot(with_blob=False).share_id
             except BaseException:
                 ledger._map.close()
                 raise
@@ -333,8 +334,11 @@ class Ledger:
         self._mapping()[:HEADER_NBYTES] = _issued(share_id, layout, semantics)
         self._share_id = share_id
 
-    def snapshot(self) -> LedgerRecord:
+    def snapshot(self, *, with_blob: bool = True) -> LedgerRecord:
         """Copy the ledger once and parse the copy.
+
+        Args:
+            with_blob: copy the blob as well, if there is one; otherwise the record has none.
 
         Raises:
             LedgerError: it is malformed.
@@ -375,7 +379,8 @@ class Ledger:
                     f"ledger: {blob_size} bytes of blob at {blob_offset} are outside of the ledger's"
                     f" [{header_size}, {len(mapping)})"
                 )
-            blob = mapping[blob_offset : blob_offset + blob_size]
+            if with_blob:
+                blob = mapping[blob_offset : blob_offset + blob_size]
         return LedgerRecord(
             share_id=share_id,
             layout=layout.hex(),

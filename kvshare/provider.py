@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import select
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +27,7 @@ from kvshare import fds, mapping, wire
 from kvshare._native import loader, signatures
 from kvshare._native.context import FLASH_ATTN, TYPES, Context, Model
 from kvshare.errors import (
+    DescriptorError,
     KvshareError,
     LayoutMismatchError,
     LocalProtocolError,
@@ -37,28 +40,32 @@ from kvshare.fds import OwnedFd
 from kvshare.layout import Layout, require_equal_semantics
 from kvshare.ledger import Ledger, tokens_digest
 
-# fields of `params` that a provider asks llama.cpp for
-_CONTEXT_PARAMS = (
-    "n_ctx",
-    "n_batch",
-    "n_ubatch",
-    "n_seq_max",
-    "n_rs_seq",
-    "type_k",
-    "type_v",
-    "flash_attn_type",
-    "kv_unified",
-    "swa_full",
-    "offload_kqv",
-    "rope_scaling_type",
-    "yarn_orig_ctx",
-    "rope_freq_base",
-    "rope_freq_scale",
-    "yarn_ext_factor",
-    "yarn_attn_factor",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-)
+_COUNT = range(1, 1 << 31)
+_FLAG = range(2)
+
+# fields of `params` that a provider asks llama.cpp for, and the integers that they may be, or None for
+# any number: llama.cpp ends the process over a type that it does not know, and over a batch of nothing
+_CONTEXT_PARAMS: dict[str, Collection[int] | None] = {
+    "n_ctx": _COUNT,
+    "n_batch": _COUNT,
+    "n_ubatch": _COUNT,
+    "n_seq_max": _COUNT,
+    "n_rs_seq": range(1 << 31),
+    "type_k": frozenset(TYPES.values()),
+    "type_v": frozenset(TYPES.values()),
+    "flash_attn_type": frozenset(FLASH_ATTN.values()),
+    "kv_unified": _FLAG,
+    "swa_full": _FLAG,
+    "offload_kqv": _FLAG,
+    "rope_scaling_type": range(-1, 4),  # enum llama_rope_scaling_type
+    "yarn_orig_ctx": range(1 << 31),
+    "rope_freq_base": None,
+    "rope_freq_scale": None,
+    "yarn_ext_factor": None,
+    "yarn_attn_factor": None,
+    "yarn_beta_fast": None,
+    "yarn_beta_slow": None,
+}
 
 # those that size the cache or decide how it is laid out: named first when layouts differ
 _LAYOUT_PARAMS = (
@@ -77,6 +84,8 @@ Progress = Callable[[int], None]
 
 # how long a provider waits for a decoder that does not read the outcome
 _TELL_S = 1.0
+
+logger = logging.getLogger("kvshare.provider")
 
 
 class Offer:
@@ -116,6 +125,7 @@ class Offer:
                         f"of {fds.fd_size(fd)} bytes"
                     )
             self.header = header
+            self._require_disjoint()
             self.layout = Layout.from_parts(
                 header.params, [(entry.size, entry.layout) for entry in header.regions], header.layout
             )
@@ -123,8 +133,11 @@ class Offer:
                 raise RemoteProtocolError(
                     f"cells of {len(header.cells)} caches, the layout has {len(self.layout.caches)}"
                 )
-            self.seq_id = int(_param(header.params, "seq_id"))
-            self.ledger = Ledger.open(descriptors[header.ledger.fd], header.ledger.size)
+            self.seq_id = int(_param(header.params, "seq_id", range(1 << 31)))
+            try:
+                self.ledger = Ledger.open(descriptors[header.ledger.fd], header.ledger.size)
+            except OSError as error:  # more than an address space has
+                raise DescriptorError(f"the ledger cannot be mapped: {error.strerror}") from error
         except BaseException:
             for owned in self._fds:
                 owned.close()
@@ -176,6 +189,15 @@ class Offer:
             status = os.fstat(self._fds[entry.fd].fileno())
             found.append((status.st_dev, status.st_ino, entry.offset, entry.size))
         return found
+
+    def _require_disjoint(self) -> None:
+        """Check that no byte is shared twice, whatever descriptors it is shared by."""
+        for (*one, start, size), (*other, next_start, _) in pairwise(sorted(self.memory())):
+            if one == other and next_start < start + size:
+                raise RemoteProtocolError("two regions overlap in one memory")
+        status = os.fstat(self._fds[self.header.ledger.fd].fileno())
+        if any((status.st_dev, status.st_ino) == (dev, ino) for dev, ino, *_ in self.memory()):
+            raise RemoteProtocolError("the ledger lies in the memory of a region")
 
     def native_regions(self) -> Any:
         """Return the regions as the array of structs that an import takes."""
@@ -334,7 +356,7 @@ class Provider:
         self.offer = offer
         self._lib = model.library.lib
         self._memory = offer.memory()  # while the context lives, no other memory gets this identity
-        params = self._requested(offer.header.params, overrides)
+        params = self._requested(offer, overrides)
         with importing(offer):
             self.context = Context.create(model, n_threads=n_threads, **params)
         try:
@@ -378,8 +400,15 @@ class Provider:
         return True
 
     @staticmethod
-    def _requested(params: Any, overrides: dict[str, Any]) -> dict[str, Any]:
-        wanted: dict[str, Any] = {name: _param(params, name) for name in _CONTEXT_PARAMS}
+    def _requested(offer: Offer, overrides: dict[str, Any]) -> dict[str, Any]:
+        params = offer.header.params
+        wanted: dict[str, Any] = {
+            name: _param(params, name, known) for name, known in _CONTEXT_PARAMS.items()
+        }
+        # the largest has a cell for each position; llama.cpp allocates what is asked for, then it is compared
+        n_cells = max((cache.size for cache in offer.layout.caches if cache.kind == "kv"), default=0)
+        if n_cells and wanted["n_ctx"] > n_cells * wanted["n_seq_max"]:
+            raise RemoteProtocolError(f"params.n_ctx is {wanted['n_ctx']}, the layout has {n_cells} cells")
         # booleans travel as 0 and 1, as they are in the struct
         for name in ("kv_unified", "swa_full", "offload_kqv"):
             wanted[name] = bool(wanted[name])
@@ -391,6 +420,10 @@ class Provider:
             if name in _LAYOUT_PARAMS and found != wanted.get(name):
                 raise LayoutMismatchError(name, wanted.get(name), found)
             wanted[name] = found
+        if wanted["n_batch"] < wanted["n_seq_max"]:
+            # llama.cpp would end the process
+            kind = LocalProtocolError if "n_batch" in overrides else RemoteProtocolError
+            raise kind(f"n_batch is {wanted['n_batch']}, less than n_seq_max, {wanted['n_seq_max']}")
         wanted["flash_attn"] = wanted.pop("flash_attn_type")
         return wanted
 
@@ -533,10 +566,14 @@ def _without(params: Mapping[str, wire.Scalar], names: set[str]) -> dict[str, wi
     return {name: value for name, value in params.items() if name not in names}
 
 
-def _param(params: Any, name: str) -> int | float:
+def _param(params: Any, name: str, known: Collection[int] | None) -> int | float:
+    """Return a number of a peer: one of the integers that are known, if there are such."""
     value = params.get(name)
     if not isinstance(value, (int, float)):
         raise RemoteProtocolError(f"params.{name} is {'missing' if value is None else 'not a number'}")
+    # type(), because 1.0 is in a range of integers
+    if known is not None and (type(value) is float or value not in known):
+        raise RemoteProtocolError(f"params.{name} is {value}, which is not one that it can be")
     return value
 
 
@@ -590,14 +627,17 @@ def serving(
 ) -> Iterator[Provider]:
     """Serve the next share that arrives at a listening socket; as `serve`.
 
+    Who connects and sends none, or one that contradicts its descriptors, is hung up on; the wait goes on.
+
     Yields:
         The provider, after it has vouched and the decoder was told. Its context and mappings are
         there until the end of the block.
     """
     with contextlib.ExitStack() as stack:
-        connection = stack.enter_context(fds.accept_unix(listener, deadline=deadline))
-        offer = stack.enter_context(Offer.receive(connection, deadline=deadline))
+        connection, offer = _next_share(listener, deadline)
+        stack.enter_context(connection)
         decoder = stack.enter_context(fds.PeerProcess(connection))
+        stack.enter_context(offer)
         writable = select.poll()
         writable.register(connection, select.POLLOUT)
 
@@ -630,3 +670,28 @@ def serving(
             raise
         tell(wire.Outcome(share_id=offer.header.share_id, ok=True))
         yield provider
+
+
+def _next_share(listener: socket.socket, deadline: float | None) -> tuple[socket.socket, Offer]:
+    """Wait for a whole share, whatever else arrives.
+
+    Raises:
+        DeadlineExceededError: none came in time; the hint says what was wrong with the last one.
+    """
+    deadline = time.monotonic() + fds.DEFAULT_TIMEOUT_S if deadline is None else deadline
+    hint: str | None = None
+    while True:
+        try:
+            with contextlib.ExitStack() as undo:
+                connection = undo.enter_context(fds.accept_unix(listener, deadline=deadline))
+                # who dawdles keeps the next one out
+                soon = min(deadline, time.monotonic() + fds.DEFAULT_TIMEOUT_S)
+                offer = Offer.receive(connection, deadline=soon)
+                undo.pop_all()
+                return connection, offer
+        except KvshareError as error:
+            if time.monotonic() >= deadline:
+                error.hint = error.hint or hint
+                raise
+            logger.warning("refused a peer: %s", error)
+            hint = f"the last one who connected was refused: {error}"

@@ -88,7 +88,7 @@ def measure(model: Path, n_tokens: Sequence[int], n_threads: int | None, show: P
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(fds.private_directory())
         share_dir, files = folder / "share", folder / "files"
-        share_dir.mkdir()
+        share_dir.mkdir(mode=0o700)
         files.mkdir()
         show(f"loading {model.name} in two processes", 0, None)
         server = stack.enter_context(

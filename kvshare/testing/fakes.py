@@ -263,8 +263,11 @@ class FakeDecoder:
         self._sequences.pop(seq_id, None)
 
     def prefill(self, tokens: Sequence[int], seq_id: int = 0) -> None:
-        """Fill an empty sequence locally, with the rows that a provider has to compute."""
-        self._require_empty(seq_id)
+        """Fill an empty sequence locally, with the rows that a provider has to compute.
+
+        Its share, if it has one, cannot be adopted after this, as with a real decoder.
+        """
+        self._require_no_cells(seq_id)
         cells = self._take(len(tokens))
         for layer in self._views():
             for kind, view in (("k", layer.k), ("v", layer.v)):
@@ -374,6 +377,8 @@ class FakeDecoder:
             record = share.ledger.snapshot()
         try:
             record.verify(**known, sample_digest=None)
+            if share.seq_id in self._sequences:
+                raise SequenceInUseError(f"sequence {share.seq_id} changed since its cells were reserved")
             if len(tokens) > cells.n:
                 raise LedgerDigestError(
                     f"{len(tokens)} tokens are more than the {cells.n} cells of the lease"
@@ -419,11 +424,16 @@ class FakeDecoder:
     def _views(self) -> list[mapping.LayerView]:
         return mapping.layer_views(self.layout, self._mappings)
 
-    def _require_empty(self, seq_id: int) -> None:
+    def _require_no_cells(self, seq_id: int) -> None:
         if not 0 <= seq_id < self.n_seq_max:
             raise LocalProtocolError(f"sequence {seq_id} is out of range")
-        if seq_id in self._sequences or seq_id in self._leases:
-            raise SequenceInUseError(f"sequence {seq_id} holds cells, or has a share")
+        if seq_id in self._sequences:
+            raise SequenceInUseError(f"sequence {seq_id} holds cells")
+
+    def _require_empty(self, seq_id: int) -> None:
+        self._require_no_cells(seq_id)
+        if seq_id in self._leases:
+            raise SequenceInUseError(f"sequence {seq_id} has a share")
 
     def _take(self, n: int) -> _Cells:
         """Find free cells, at a multiple of 256 if there is room."""

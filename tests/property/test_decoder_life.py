@@ -21,10 +21,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvshare import KvshareError, Offer, SequenceInUseError, fds, wire
-from kvshare.decoder import Adopted
 from kvshare.ledger import LedgerState
 from kvshare.testing.contract import Harness
-from kvshare.testing.fakes import FakeDecoder, FakeShare, plain_layout
+from kvshare.testing.fakes import FakeDecoder, plain_layout
 from kvshare.wire import ShareState
 from tests.contract.harness import FakeHarness
 
@@ -58,44 +57,11 @@ class Slots(Harness, Protocol):
         """Return what tells whether a sequence has changed; nothing if it is empty."""
 
 
-class WritableFakeDecoder(FakeDecoder):
-    """A fake whose slots can be written to while they are shared, as those of llama.cpp can."""
-
-    def prefill(self, tokens: Sequence[int], seq_id: int = 0) -> None:
-        lease = self._leases.pop(seq_id, None)
-        if lease is not None:
-            self._leases[-1] = lease  # of nobody, but not free
-        try:
-            super().prefill(tokens, seq_id)
-        finally:
-            if lease is not None:
-                self._leases[seq_id] = self._leases.pop(-1)
-
-    def adopt(
-        self, share: FakeShare, tokens: Sequence[int], *, allow_other_semantics: bool = False
-    ) -> Adopted:
-        written = share._decoder is self and share.seq_id in self._sequences
-        if written and share.state is ShareState.COMPLETE:
-            try:
-                share.ledger.snapshot().verify(
-                    share_id=share.share_id,
-                    layout=share.header.layout,
-                    semantics=share.header.semantics,
-                    tokens=tokens,
-                    sample_digest=None,
-                )
-                raise SequenceInUseError(f"sequence {share.seq_id} changed since its cells were reserved")
-            except KvshareError:
-                self._end(share, ShareState.FAILED)
-                raise
-        return super().adopt(share, tokens, allow_other_semantics=allow_other_semantics)
-
-
 class FakeSlots(FakeHarness):
     """What needs no library."""
 
     def __init__(self) -> None:
-        self.decoder = WritableFakeDecoder(layout=plain_layout(kv_size=512 * N_SEQ), n_seq_max=N_SEQ)
+        self.decoder = FakeDecoder(layout=plain_layout(kv_size=512 * N_SEQ), n_seq_max=N_SEQ)
 
     def request(self, seq_id: int, tokens: Sequence[int]) -> None:
         self.decoder.prefill(tokens, seq_id)

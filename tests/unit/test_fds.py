@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -151,20 +151,49 @@ def test_no_pidfds_here(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- memfds ----------------------------------------------------------------------------------
 
 
-def test_a_memfd_cannot_change_its_size_but_be_frozen_later() -> None:
+def test_a_memfd_keeps_its_size_and_its_seals() -> None:
+    """Whoever holds it: a peer can neither take a seal away nor add one against the next provider."""
     with fds.memfd_create("test", 8192) as owned:
         fd = owned.fileno()
         assert fds.fd_size(fd) == 8192
         assert not os.get_inheritable(fd)
-        fds.require_seals(fd)
+        fds.require_seals(fd, fds.FIXED_SEALS)
         for size in (0, 4096, 16384):
             with pytest.raises(PermissionError):
                 os.ftruncate(fd, size)
-        os.pwrite(fd, b"x", 0)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fds.F_SEAL_WRITE)
-        fds.require_seals(fd, fds.SIZE_SEALS | fds.F_SEAL_WRITE)
-        with pytest.raises(PermissionError):
-            os.pwrite(fd, b"x", 0)
+        for seal in (0, fds.F_SEAL_WRITE, fds.F_SEAL_FUTURE_WRITE):
+            with pytest.raises(PermissionError):
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seal)
+        with mmap.mmap(fd, 8192) as mapped:
+            mapped[0] = 1
+        assert os.pread(fd, 1, 0) == b"\1"
+
+
+def test_a_memfd_that_others_may_seal_further() -> None:
+    """As other decoders make them: it has what is required."""
+    with fds.memfd_create("test", 4096, seal=False) as owned:
+        fcntl.fcntl(owned.fileno(), fcntl.F_ADD_SEALS, fds.SIZE_SEALS)
+        fds.require_seals(owned.fileno())
+        fcntl.fcntl(owned.fileno(), fcntl.F_ADD_SEALS, fds.F_SEAL_FUTURE_WRITE)
+        with pytest.raises(errors.DescriptorError, match=r"with F_SEAL_SEAL, F_SEAL_WRITE$"):
+            fds.require_seals(owned.fileno(), fds.FIXED_SEALS | fds.F_SEAL_WRITE | fds.F_SEAL_FUTURE_WRITE)
+
+
+def assert_not_executable(fd: int) -> None:
+    assert not os.fstat(fd).st_mode & 0o111
+    assert not os.access(f"/proc/self/fd/{fd}", os.X_OK)
+    os.pwrite(fd, b"#!/bin/true\n", 0)
+    with pytest.raises(PermissionError):
+        subprocess.run([f"/proc/self/fd/{fd}"], pass_fds=[fd], check=False)
+
+
+def test_a_memfd_is_not_executable() -> None:
+    with fds.memfd_create("test", 4096) as owned:
+        assert_not_executable(owned.fileno())
+        if fds.seals(owned.fileno()) & fds.F_SEAL_EXEC:
+            with pytest.raises(PermissionError):
+                os.fchmod(owned.fileno(), 0o700)
+            assert_not_executable(owned.fileno())
 
 
 def test_missing_seals_are_named() -> None:
@@ -211,7 +240,8 @@ def test_kernel_without_noexec_seal(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(os, "memfd_create", before_6_3)
     with fds.memfd_create("test", 4096) as owned:
-        assert fds.seals(owned.fileno()) == fds.SIZE_SEALS
+        assert fds.seals(owned.fileno()) == fds.FIXED_SEALS
+        assert_not_executable(owned.fileno())
     assert fds.memfd_supported() == (True, "memfd with size seals, without MFD_NOEXEC_SEAL (Linux 6.3)")
 
 
@@ -614,6 +644,112 @@ def test_connect_waits_for_a_full_backlog_until_the_deadline() -> None:
             room.start()
             fds.connect_unix(folder / "s").close()
             room.join()
+
+
+@contextlib.contextmanager
+def before_listening(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> Iterator[None]:
+    """Do something at the moment when a socket is bound and does not listen yet."""
+    real = socket.socket.listen
+
+    def listen(self: socket.socket, *backlog: int) -> None:
+        monkeypatch.undo()
+        action()
+        real(self, *backlog)
+
+    monkeypatch.setattr(socket.socket, "listen", listen)
+    yield
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_path_that_is_there_listens(monkeypatch: pytest.MonkeyPatch, stale: bool) -> None:
+    """Whoever waits for it to appear need not try twice. Its mode is never another one."""
+    with fds.private_directory() as folder:
+        if stale:
+            fds.listen_unix(folder / "s").close()
+        seen: list[tuple[bool, str]] = []
+
+        def look() -> None:
+            seen.extend(
+                (each == folder / "s", stat.filemode(each.lstat().st_mode)) for each in folder.iterdir()
+            )
+
+        with before_listening(monkeypatch, look), fds.listening(folder / "s"):
+            assert seen == [(False, "srw-------")]
+            assert os.listdir(folder) == ["s"]
+            fds.connect_unix(folder / "s").close()
+        assert os.listdir(folder) == []
+
+
+def test_nothing_is_left_where_listening_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError(errno.ENOBUFS, "No buffer space available")
+
+    with fds.private_directory() as folder:
+        with before_listening(monkeypatch, fail), pytest.raises(OSError, match="No buffer space"):
+            fds.listen_unix(folder / "s")
+        assert os.listdir(folder) == []
+
+
+def test_two_that_start_at_the_same_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The later one is refused, and takes nothing from the earlier one."""
+    with fds.private_directory() as folder, contextlib.ExitStack() as stack:
+        with (
+            before_listening(monkeypatch, lambda: stack.enter_context(fds.listen_unix(folder / "s"))),
+            pytest.raises(errors.LocalProtocolError, match="another process listens"),
+        ):
+            fds.listen_unix(folder / "s")
+        assert os.listdir(folder) == ["s"]
+        fds.connect_unix(folder / "s").close()
+
+
+def test_a_path_in_the_folder_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fds.private_directory() as folder:
+        monkeypatch.chdir(folder)
+        with fds.listening("s"):
+            assert os.listdir(folder) == ["s"]
+            fds.connect_unix(folder / "s").close()
+        monkeypatch.undo()
+
+
+def test_no_folder() -> None:
+    with fds.private_directory() as folder:
+        for name in ("none/s", "none/"):
+            with pytest.raises(FileNotFoundError, match="none"):
+                fds.listen_unix(f"{folder}/{name}")
+        with pytest.raises(errors.LocalProtocolError, match="no socket"):
+            fds.listen_unix(f"{folder}/")
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o777, 0o770])
+def test_a_folder_that_others_can_write(mode: int) -> None:
+    """They could put a socket of their own in the place of this one."""
+    with fds.private_directory() as folder:
+        folder.chmod(mode)
+        with pytest.raises(errors.LocalProtocolError, match=f"by others .mode {mode:o}.") as caught:
+            fds.listen_unix(folder / "s")
+        assert "mkdir -m 700" in str(caught.value.hint)
+        assert os.listdir(folder) == []
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o1777])
+def test_a_folder_in_which_others_cannot_replace_it(mode: int) -> None:
+    with fds.private_directory() as folder:
+        folder.chmod(mode)
+        with fds.listening(folder / "s"):
+            assert stat.S_IMODE((folder / "s").stat().st_mode) == 0o600
+            fds.connect_unix(folder / "s").close()
+
+
+@as_root
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o1777])
+def test_the_folder_of_another_user(mode: int) -> None:
+    with fds.private_directory() as folder:
+        folder.chmod(mode)
+        os.chown(folder, NOBODY, NOBODY)
+        with pytest.raises(errors.LocalProtocolError, match=f"belongs to uid {NOBODY}"):
+            fds.listen_unix(folder / "s")
+        assert os.listdir(folder) == []
 
 
 @contextlib.contextmanager

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvshare import wire
+from kvshare import fds, wire
 from kvshare.errors import (
     DescriptorError,
     KvshareError,
@@ -25,6 +28,7 @@ from kvshare.errors import (
     RemoteProtocolError,
     ReplayError,
 )
+from kvshare.ledger import HEADER_NBYTES
 from kvshare.provider import Offer
 from kvshare.testing import FakeDecoder, FakeProvider
 from kvshare.testing.fakes import FakeShare
@@ -107,21 +111,122 @@ def test_a_region_that_is_shorter_than_it_says(decoder: FakeDecoder, share: Fake
         Offer.receive(link[1], deadline=soon())
 
 
+@pytest.mark.parametrize("missing", ["F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SHRINK, F_SEAL_GROW"])
 @pytest.mark.parametrize("which", ["region", "ledger"])
-def test_memory_that_can_shrink(decoder: FakeDecoder, share: FakeShare, link: Link, which: str) -> None:
+def test_memory_that_can_shrink_or_grow(
+    decoder: FakeDecoder, share: FakeShare, link: Link, which: str, missing: str
+) -> None:
     """A SIGBUS in waiting."""
     sent = descriptors(decoder, share)
     at = ["region", "ledger"].index(which)
+    seals = fds.SIZE_SEALS & ~sum(getattr(fds, name) for name in missing.split(", "))
     with unsealed_memfd(sent[at]) as unsealed:
+        fcntl.fcntl(unsealed.fileno(), fcntl.F_ADD_SEALS, seals)
         sent[at] = unsealed.fileno()
         send_framed(link[0], wire.encode(share.header), sent)
-    with pytest.raises(DescriptorError, match="F_SEAL_SHRINK"):
+    with pytest.raises(DescriptorError, match=f"{missing}$"):
+        Offer.receive(link[1], deadline=soon())
+
+
+def test_memory_that_may_be_sealed_further(decoder: FakeDecoder, share: FakeShare, link: Link) -> None:
+    """It has the seals that are required, and that is enough."""
+    sent = descriptors(decoder, share)
+    with unsealed_memfd(sent[0]) as region:
+        fcntl.fcntl(region.fileno(), fcntl.F_ADD_SEALS, fds.SIZE_SEALS)
+        send_framed(link[0], wire.encode(share.header), [region.fileno(), sent[1]])
+    with Offer.receive(link[1], deadline=soon()) as offer:
+        offer.views()[0].k[0] = 1
+
+
+@pytest.mark.parametrize(
+    ("size", "said", "error"),
+    [
+        (4096, 4097, "has 4096 bytes, its header says 4097"),
+        (4096, (1 << 63) - 1, "has 4096 bytes"),
+        (100, 100, "no room for its header"),
+        (1 << 62, 1 << 62, "cannot be mapped: Cannot allocate memory"),  # sparse, it costs its maker nothing
+    ],
+)
+def test_a_ledger_of_another_size(
+    decoder: FakeDecoder, share: FakeShare, link: Link, size: int, said: int, error: str
+) -> None:
+    header = dataclasses.replace(share.header, ledger=wire.LedgerEntry(fd=1, size=said))
+    with fds.memfd_create("kvshare-fault", size) as made:
+        send_framed(link[0], wire.encode(header), [decoder._region.fileno(), made.fileno()])
+    with pytest.raises(KvshareError, match=error):
+        Offer.receive(link[1], deadline=soon())
+
+
+def test_a_ledger_with_a_blob_that_no_memory_holds(
+    decoder: FakeDecoder, share: FakeShare, link: Link
+) -> None:
+    """It is sparse at its maker, and is not copied here."""
+    size = 1 << 42
+    header = dataclasses.replace(share.header, ledger=wire.LedgerEntry(fd=1, size=size))
+    with fds.memfd_create("kvshare-fault", size) as made:
+        os.pwrite(made.fileno(), os.pread(share.ledger.fileno(), HEADER_NBYTES, 0), 0)
+        for field, value in (
+            ("state", 2),
+            ("blob_offset", HEADER_NBYTES),
+            ("blob_size", size - HEADER_NBYTES),
+        ):
+            offset, n = LEDGER_FIELDS[field]
+            os.pwrite(made.fileno(), value.to_bytes(n, "little"), offset)
+        send_framed(link[0], wire.encode(header), [decoder._region.fileno(), made.fileno()])
+    with Offer.receive(link[1], deadline=soon()) as offer, pytest.raises(LocalProtocolError):
+        offer.ledger.begin()
+
+
+@pytest.mark.parametrize("kind", ["a file", "a folder", "a pipe", "a device"])
+def test_other_things_in_place_of_memory(
+    decoder: FakeDecoder, share: FakeShare, link: Link, kind: str, tmp_path: Path
+) -> None:
+    with contextlib.ExitStack() as stack:
+        if kind == "a pipe":
+            made = [fds.OwnedFd(end) for end in os.pipe()]
+        else:
+            (tmp_path / "file").write_bytes(bytes(1 << 20))
+            name = {"a file": tmp_path / "file", "a folder": tmp_path, "a device": Path("/dev/zero")}[kind]
+            made = [fds.OwnedFd(os.open(name, os.O_RDONLY))]
+        for each in made:
+            stack.enter_context(each)
+        for sent in (
+            [made[0].fileno(), share.ledger.fileno()],
+            [decoder._region.fileno(), made[0].fileno()],
+        ):
+            send_framed(link[0], wire.encode(share.header), sent)
+            with pytest.raises(DescriptorError):
+                Offer.receive(link[1], deadline=soon())
+
+
+@pytest.mark.parametrize("seq_id", [-1, 1 << 31, 1 << 62, 0.0, 1e300, "0", None])
+def test_a_sequence_that_is_none(
+    decoder: FakeDecoder, share: FakeShare, link: Link, seq_id: wire.Scalar
+) -> None:
+    header = dataclasses.replace(share.header, params={**share.header.params, "seq_id": seq_id})
+    send_framed(link[0], wire.encode(header), descriptors(decoder, share))
+    with pytest.raises(RemoteProtocolError, match=r"params\.seq_id"):
         Offer.receive(link[1], deadline=soon())
 
 
 def test_the_descriptors_in_the_other_order(decoder: FakeDecoder, share: FakeShare, link: Link) -> None:
     send_framed(link[0], wire.encode(share.header), descriptors(decoder, share)[::-1])
     with pytest.raises(KvshareError):
+        Offer.receive(link[1], deadline=soon())
+
+
+def test_one_memory_twice(decoder: FakeDecoder, share: FakeShare, link: Link) -> None:
+    """By two descriptors, which the header alone cannot tell."""
+    region, ledger = share.header.regions[0], share.header.ledger
+    twice = dataclasses.replace(
+        share.header, regions=(region, dataclasses.replace(region, fd=2)), ledger=ledger
+    )
+    send_framed(link[0], wire.encode(twice), [*descriptors(decoder, share), decoder._region.fileno()])
+    with pytest.raises(RemoteProtocolError, match="overlap"):
+        Offer.receive(link[1], deadline=soon())
+    own = dataclasses.replace(share.header, ledger=dataclasses.replace(ledger, size=4096))
+    send_framed(link[0], wire.encode(own), [decoder._region.fileno(), decoder._region.fileno()])
+    with pytest.raises(RemoteProtocolError, match="the ledger lies"):
         Offer.receive(link[1], deadline=soon())
 
 
@@ -139,9 +244,22 @@ def test_memory_that_nobody_can_import_yet(decoder: FakeDecoder, share: FakeShar
         Offer.receive(link[1], deadline=soon())
 
 
-def test_another_message(link: Link) -> None:
-    send_framed(link[0], wire.encode(wire.JobHeader(share_id=1, tokens=(1,))), [])
-    with pytest.raises(RemoteProtocolError, match="JobHeader"):
+@pytest.mark.parametrize("n_fds", [0, 2])
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.JobHeader(share_id=1, tokens=(1,)),
+        wire.Progress(share_id=1, n_filled=1, n_tokens=2),
+        wire.Outcome(share_id=1, ok=True),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_another_message(
+    decoder: FakeDecoder, share: FakeShare, link: Link, message: wire.Message, n_fds: int
+) -> None:
+    """Alone, or with descriptors that would fit a share."""
+    send_framed(link[0], wire.encode(message), descriptors(decoder, share)[:n_fds])
+    with pytest.raises(RemoteProtocolError, match=type(message).__name__):
         Offer.receive(link[1], deadline=soon())
 
 

@@ -153,17 +153,7 @@ class ForeignHandoff(Handoff):
     def share(self, *, expires_ms: int = EXPIRES_MS) -> None:
         if self.step == "connect":
             self._signal()
-        deadline = time.monotonic() + child.TIMEOUT_S
-        while True:
-            try:
-                return super().share(expires_ms=expires_ms)
-            except Refused as error:
-                # the path of a socket is there a moment before somebody listens at it
-                if "nobody listens" not in str(error) or not self.provider.alive:
-                    raise
-                if time.monotonic() > deadline:
-                    raise
-            time.sleep(0.001)
+        super().share(expires_ms=expires_ms)
 
     def wait(self) -> str:
         if self.step == "adopt" and not self._asked:

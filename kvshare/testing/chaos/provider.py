@@ -35,7 +35,6 @@ from kvshare.ledger import HEADER_NBYTES, tokens_digest
 from kvshare.provider import Offer, Provider
 from kvshare.testing import faults
 
-_F_SEAL_FUTURE_WRITE = 0x0010  # Linux 5.1
 _DEADLINE_S = 60.0
 
 
@@ -339,7 +338,7 @@ def resize(factor: float, work: Work) -> None:
 
 def add_seals(work: Work) -> None:
     for owned in work.offer._fds:
-        for seal in (fds.F_SEAL_WRITE, _F_SEAL_FUTURE_WRITE, fds.F_SEAL_SEAL):
+        for seal in (fds.F_SEAL_WRITE, fds.F_SEAL_FUTURE_WRITE, fds.F_SEAL_SEAL):
             try:
                 fcntl.fcntl(owned.fileno(), fcntl.F_ADD_SEALS, seal)
             except OSError:
