@@ -45,6 +45,7 @@ from kvshare.ledger import Ledger, LedgerRecord, LedgerState
 from kvshare.wire import ShareState
 
 DEFAULT_EXPIRES_MS = 60_000
+MAX_EXPIRES_MS = 24 * 3600 * 1000
 
 # room for the largest metadata: about 24 bytes a cell and cache, and 24 a row of a transposed V; only
 # the pages that are written cost memory
@@ -130,7 +131,7 @@ class Share:
         self._descriptors = tuple(descriptors)
         self._deadline = deadline
         self._state = ShareState.ISSUED
-        self._sent = False
+        self._sent = False  # or tried to: somebody may have the descriptors
         self._connection: socket.socket | None = None
         self._own_connection: socket.socket | None = None
 
@@ -169,7 +170,7 @@ class Share:
         """
         if not self.state.live:
             raise LocalProtocolError(f"this share is {self._state.value}, it cannot be sent")
-        if self._sent:
+        if self._connection is not None:
             raise LocalProtocolError("this share was sent already")
         if isinstance(target, socket.socket):
             fds.require_peer_uid(target)
@@ -335,13 +336,14 @@ class Decoder:
         Args:
             seq_id: the sequence.
             n_tokens: tokens to make room for; None takes all that a sequence can have.
-            expires_ms: milliseconds from now after which the share is dead.
+            expires_ms: milliseconds from now after which the share is dead, at most a day.
             strict: trust no provider after its end, and show it nothing of earlier prompts. The share is
                 made in fresh memory, unless it exposes all sequences. `adopt` waits until the provider has
                 let go of the memory, and zeroes what is free there, which takes about as long as to write
                 the cache once. A provider keeps nothing warm for the next share.
 
         Raises:
+            LocalProtocolError: a number is out of range.
             SequenceInUseError: the sequence holds cells, or has a share.
             NoFreeCellsError: no run of free cells is long enough.
             NotShareableError: more regions than descriptors fit into a message.
@@ -350,6 +352,9 @@ class Decoder:
         """
         start = time.perf_counter_ns()
         n_tokens = self.context.n_ctx_seq if n_tokens is None else n_tokens
+        _require_in("seq_id", seq_id, range(self.context.n_seq_max))
+        _require_in("n_tokens", n_tokens, range(1, self.context.n_ctx_seq + 1))
+        _require_in("expires_ms", expires_ms, range(1, MAX_EXPIRES_MS + 1))
         self._expire()
         self._reserve(seq_id, n_tokens)
         try:
@@ -574,6 +579,11 @@ def _describe(function: Any, *arguments: Any) -> tuple[str, str]:
             break
         size = n + 1
     return buffer.value.decode(), bytes(digest).hex()
+
+
+def _require_in(name: str, value: int, allowed: range) -> None:
+    if value not in allowed:
+        raise LocalProtocolError(f"{name} is {value}, which is not in [{allowed.start}, {allowed.stop})")
 
 
 def _int32(tokens: Sequence[int]) -> array.array[int]:

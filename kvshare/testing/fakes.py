@@ -139,7 +139,7 @@ class FakeShare:
         self._decoder = decoder
         self._deadline = deadline
         self._state = ShareState.ISSUED
-        self._sent = False
+        self._sent = False  # or tried to: somebody may have the descriptors
         self._connection: socket.socket | None = None
         self._own_connection: socket.socket | None = None
 
@@ -164,7 +164,7 @@ class FakeShare:
         """Send header and descriptors; as `kvshare.Share.send`."""
         if not self.state.live:
             raise LocalProtocolError(f"this share is {self._state.value}, it cannot be sent")
-        if self._sent:
+        if self._connection is not None:
             raise LocalProtocolError("this share was sent already")
         if isinstance(target, socket.socket):
             fds.require_peer_uid(target)
