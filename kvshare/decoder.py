@@ -225,10 +225,12 @@ class Share:
 
         Raises:
             DeadlineExceededError: it holds on to them.
-            LocalProtocolError: the share was not sent.
+            LocalProtocolError: the share was not sent, or the socket that was given for it is closed.
         """
         if self._connection is None:
             raise LocalProtocolError("send the share before you wait for its provider")
+        if self._connection.fileno() < 0:
+            raise LocalProtocolError("the socket that the share was sent on is closed here")
         deadline = self._deadline if deadline is None else min(deadline, self._deadline)
         fds.wait_for_hangup(self._connection, deadline=deadline)
 
