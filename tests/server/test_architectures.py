@@ -62,6 +62,14 @@ def assert_same(answer: Any, other: Any) -> None:
     assert answer["completion_probabilities"] == other["completion_probabilities"]
 
 
+def assert_close(answer: Any, other: Any) -> None:
+    """Check that it is the same but for the order of sums, which goes by the place of the cells."""
+    assert answer["content"] == other["content"]
+    for one, two in zip(answer["completion_probabilities"], other["completion_probabilities"], strict=True):
+        assert one["id"] == two["id"]
+        assert one["logprob"] == pytest.approx(two["logprob"], abs=1e-3)
+
+
 def assert_goes_on(server: Server, id_slot: int, tokens: Sequence[int], answer: Any, more: list[int]) -> None:
     """Check that a next turn reuses the adopted prompt and the answer to it."""
     # the last token of an answer was sampled, but never evaluated
@@ -93,6 +101,7 @@ STREAMS = {
     "np-4": ("--ctx-size", "1024", "-np", "4", "--no-kv-unified"),
     "np-1": ("--ctx-size", "256", "-np", "1"),
 }
+N_WINDOW_LEASE = 192  # cells of the unified cache of 256 that a share may take
 N_TOKENS = (21, 37, 217)  # within, just past and far past the window of 32 that these models have
 
 
@@ -109,7 +118,10 @@ def test_every_kind_of_cache(program: Path, archs_path: Path, arch: str, streams
                 hand_over(server, model, id_slot, tokens[:-1])
                 answer = complete(server, tokens, id_slot=id_slot)
                 assert_reused(answer, n_tokens)
-                assert_same(answer, local)
+                if KINDS[arch] == "sliding window" and streams == "default" and n_tokens > N_WINDOW_LEASE:
+                    assert_close(answer, local)  # the lease leaves other slots their windows: other cells
+                else:
+                    assert_same(answer, local)
                 assert_goes_on(server, id_slot, tokens, answer, [1, 2, 3])
                 erase(server, id_slot)
 
