@@ -19,7 +19,8 @@ ends the child, which is a failure of its input):
 
     kvshare build --cmake-arg LLAMA_SANITIZE_ADDRESS=ON --cmake-arg LLAMA_SANITIZE_UNDEFINED=ON \\
         --cmake-arg CMAKE_BUILD_TYPE=RelWithDebInfo
-    KVSHARE_LIBRARY=THE_FOLDER_THAT_IT_PRINTS LD_PRELOAD="$(cc -print-file-name=libasan.so)" \\
+    KVSHARE_LIBRARY=THE_FOLDER_THAT_IT_PRINTS \\
+        LD_PRELOAD="$(cc -print-file-name=libasan.so) $(cc -print-file-name=libstdc++.so)" \\
         ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \\
         python -m kvshare.testing.fuzz --target blob --seconds 600
 """
