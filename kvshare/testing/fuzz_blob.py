@@ -241,7 +241,7 @@ def _mutate_extents(rng: random.Random, blob: bytes) -> bytes:
         extents[j][3] = (extents[j][3] + k) % (1 << 64)
     else:
         extents = (extents * rng.choice((2, 3, 300)))[:_MAX_EXTENTS]
-    table = b"".join(_EXTENT.pack(*each) for each in extents)
+    table = b"".join(_EXTENT.pack(a, b, c % (1 << 64), d % (1 << 64)) for a, b, c, d in extents)
     return put(blob[: _HEAD.size] + table + blob[end:], 8, 8, len(extents))
 
 
