@@ -309,9 +309,11 @@ def test_a_strict_engine_hands_over_as_well(gate: Gate, tmp_path: Path) -> None:
     with provider_and_engine(gate.model, gate.server, socket, tmp_path, "--strict") as (provider, engine):
         for n_tokens in (251, 300):
             request = Request.make(gate, "/completion", n_tokens)
-            alone = plain_from_empty(gate, request)
+            gate.action("erase")
+            alone = plain_route(gate, request)
+            gate.action("erase")
             answer = Answer.of(engine, request)
-            assert answer.headers["X-Kvshare-Path"] == "handoff"
+            assert answer.headers["X-Kvshare-Path"] == "handoff", answer.headers["X-Kvshare-Reason"]
             assert answer.cache_n == n_tokens - 1
             answer.check_same(alone)
             gate.action("erase")
