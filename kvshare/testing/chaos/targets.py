@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
+import signal
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
@@ -235,10 +235,9 @@ class Server(Target):
         return {"text": answer["content"], "logprobs": answer["completion_probabilities"]}
 
     def kill(self) -> None:
-        os.kill(self.pid, 9)
-        deadline = time.monotonic() + TIMEOUT_S
-        while self.alive and time.monotonic() < deadline:
-            time.sleep(0.005)
+        os.kill(self.pid, signal.SIGKILL)
+        # until its last thread is gone: the first may be a zombie before that
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
 
     def close(self) -> None:
         self._stack.close()
