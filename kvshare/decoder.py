@@ -2,15 +2,17 @@
 
 The order of things, for one share:
 
-1. `share` takes cells (a lease) for an empty sequence and issues a ledger. Nobody else gets these
-   cells, and attention does not see them.
+1. `share` takes cells (a lease) for an empty sequence, or behind what a sequence holds (its prefix),
+   and issues a ledger. Nobody else gets these cells, and attention does not see them.
 2. `Share.send` hands descriptors of the cache and of the ledger to a provider, `Share.wait` waits for it.
 3. The provider fills the cells, and vouches in the ledger for what it did.
 4. `adopt` copies the ledger, checks the copy against what the decoder knows itself, and enters the
    cells into the sequence. No byte of K and V is copied.
 
-What goes wrong ends the share: the sequence is as empty as before, and fresh memory takes the place of
-the regions that the provider got. Whatever it still writes, nobody reads.
+What goes wrong ends the share: the sequence is as it was before, and fresh memory takes the place of
+the regions that the provider got. Whatever it still writes, nobody reads. A sequence that held a prefix
+ends empty if that cannot be trusted any more: the provider has changed it, or the sequence has windows
+or a recurrent state and was decoded meanwhile. `context.n_past` says which.
 """
 
 from __future__ import annotations
@@ -39,9 +41,10 @@ from kvshare.errors import (
     NotShareableError,
     RemoteProtocolError,
     ReplayError,
+    SequenceInUseError,
 )
 from kvshare.layout import Layout, canonical_json
-from kvshare.ledger import Ledger, LedgerRecord, LedgerState
+from kvshare.ledger import Ledger, LedgerPrefix, LedgerRecord, LedgerState
 from kvshare.wire import ShareState
 
 DEFAULT_EXPIRES_MS = 60_000
@@ -83,7 +86,7 @@ class Adopted:
     """What an adoption did.
 
     Attributes:
-        n_adopted: tokens that are in the sequence now.
+        n_adopted: tokens that are in the sequence now, those of the prefix among them.
         bytes_in_place: K, V and state bytes that were where they have to be.
         bytes_moved: bytes that had to be moved inside the regions; 0 in every known case.
         t_us: time in the library, microseconds.
@@ -103,7 +106,8 @@ class Share:
     Attributes:
         share_id: random, single use.
         seq_id: the sequence that will hold the cells.
-        n_tokens: tokens that the lease has room for.
+        n_tokens: tokens that there is room for, those of the prefix among them.
+        n_prefix: tokens that the sequence held when it was shared.
         strict: whether `Decoder.adopt` waits until the provider has let go.
         header: what is sent.
         t_us: time that issuing it took, microseconds.
@@ -118,6 +122,7 @@ class Share:
         descriptors: Sequence[int],
         seq_id: int,
         n_tokens: int,
+        prefix: LedgerPrefix,
         deadline: float,
         t_us: float,
     ) -> None:
@@ -126,7 +131,9 @@ class Share:
         self.share_id = header.share_id
         self.seq_id = seq_id
         self.n_tokens = n_tokens
+        self.n_prefix = prefix.n_tokens
         self.t_us = t_us
+        self._prefix = prefix
         self._decoder = decoder
         self._descriptors = tuple(descriptors)
         self._deadline = deadline
@@ -248,7 +255,8 @@ class Share:
     def release(self) -> None:
         """Give the lease back; idempotent.
 
-        If the share was sent, fresh memory takes the place of what the provider can write to.
+        If the share was sent, fresh memory takes the place of what the provider can write to. The
+        sequence holds its prefix, unless that has changed; see the top of this module.
         """
         self._decoder._end(self, ShareState.RELEASED)
 
@@ -267,12 +275,26 @@ class Decoder:
         layout: what the bytes of its cache are.
     """
 
-    def __init__(self, context: Context, *, owns_model: bool = False, llama: Any = None) -> None:
+    def __init__(
+        self, context: Context, *, owns_model: bool = False, llama: Any = None, forked: bool = False
+    ) -> None:
+        """Take a context that was built inside `exporting`; `open` and `wrap` do it for you.
+
+        Args:
+            context: the context.
+            owns_model: close the model with the decoder.
+            llama: the `llama_cpp.Llama` whose context it is.
+            forked: it was built on private mappings of a prefix; such a context cannot be shared.
+
+        Raises:
+            NotShareableError: its memory cannot be shared, with the reason.
+        """
         self.context = context
         self._owns_model = owns_model
         self._llama = llama
         self._lib = context.library.lib
-        self._lib.llama_kv_share_supported(context.handle)
+        if not forked:
+            self._lib.llama_kv_share_supported(context.handle)
         text, self._layout_digest = _describe(self._lib.llama_kv_share_layout, context.handle, 0)
         self.layout = Layout.parse(text)
         _describe(self._lib.llama_kv_share_semantics, context.handle)  # hashes the vocabulary, once
@@ -311,6 +333,23 @@ class Decoder:
             raise
 
     @classmethod
+    def fork(cls, prefix: Any, model: str | os.PathLike[str] | Model, **context: Any) -> Decoder:
+        """Create a context that holds a frozen prefix, on private (copy-on-write) mappings of it.
+
+        Args:
+            prefix: a `kvshare.Prefix`.
+            model: a GGUF file, or a model that is open.
+            context: as for `Context.create`; what the layout depends on has to be as the prefix has it.
+
+        Raises:
+            KvshareError: as `kvshare.Prefix.fork`.
+
+        *Ownership*: as of `open`; the prefix stays the caller's, and may be closed after this.
+        """
+        forked: Decoder = prefix.fork(model, **context)
+        return forked
+
+    @classmethod
     def wrap(cls, llama: Any) -> Decoder:
         """Wrap a `llama_cpp.Llama` that was built inside `exporting()`.
 
@@ -330,14 +369,20 @@ class Decoder:
         seq_id: int = 0,
         *,
         n_tokens: int | None = None,
+        prefix: Sequence[int] | None = None,
         expires_ms: int = DEFAULT_EXPIRES_MS,
         strict: bool = False,
     ) -> Share:
-        """Take cells for an empty sequence and offer them.
+        """Take cells for an empty sequence, or behind what it holds, and offer them.
+
+        Do not decode the sequence before the share has ended.
 
         Args:
             seq_id: the sequence.
-            n_tokens: tokens to make room for; None takes all that a sequence can have.
+            n_tokens: tokens to make room for, those of the prefix among them; None takes all that a
+                sequence can have.
+            prefix: the tokens that the sequence holds, all of them: the provider goes on behind them.
+                None or empty if it holds none.
             expires_ms: milliseconds from now after which the share is dead, at most a day.
             strict: trust no provider after its end, and show it nothing of earlier prompts. The share is
                 made in fresh memory, unless it exposes all sequences. `adopt` waits until the provider has
@@ -346,7 +391,7 @@ class Decoder:
 
         Raises:
             LocalProtocolError: a number is out of range.
-            SequenceInUseError: the sequence holds cells, or has a share.
+            SequenceInUseError: the sequence holds other cells than those of the prefix, or has a share.
             NoFreeCellsError: no run of free cells is long enough.
             NotShareableError: more regions than descriptors fit into a message.
 
@@ -354,27 +399,42 @@ class Decoder:
         """
         start = time.perf_counter_ns()
         n_tokens = self.context.n_ctx_seq if n_tokens is None else n_tokens
+        ids = _int32(prefix if prefix is not None else ())
         _require_in("seq_id", seq_id, range(self.context.n_seq_max))
-        _require_in("n_tokens", n_tokens, range(1, self.context.n_ctx_seq + 1))
+        _require_in("n_tokens", n_tokens, range(len(ids) + 1, self.context.n_ctx_seq + 1))
         _require_in("expires_ms", expires_ms, range(1, MAX_EXPIRES_MS + 1))
         self._expire()
-        self._reserve(seq_id, n_tokens)
+        if ids and (n_past := self.context.n_past(seq_id)) != len(ids):
+            raise SequenceInUseError(f"the prefix has {len(ids)} tokens, sequence {seq_id} holds {n_past}")
+        # before the lease: with it, a sequence drops what lies behind its windows
+        held = LedgerPrefix.of(ids, self._publish(seq_id) if ids else b"")
+        self._reserve(seq_id, n_tokens, len(ids))
         try:
             if strict and not _params(self._lib, self.context.handle, seq_id)["exposes_all"]:
-                # in fresh memory: the provider sees nothing of an earlier prompt
+                # in fresh memory: the provider sees nothing of an earlier prompt but the prefix
                 self._lib.llama_kv_share_release(self.context.handle, seq_id, True)
-                self._reserve(seq_id, n_tokens)
-            share = self._issue(seq_id, n_tokens, expires_ms, start, strict=strict)
+                self._reserve(seq_id, n_tokens, len(ids))
+            share = self._issue(seq_id, n_tokens, held, expires_ms, start, strict=strict)
         except BaseException:
             self._lib.llama_kv_share_release(self.context.handle, seq_id, False)
             raise
         self._shares[share.share_id] = share
         return share
 
-    def _reserve(self, seq_id: int, n_tokens: int) -> None:
-        self._lib.llama_kv_share_reserve(self.context.handle, seq_id, n_tokens)
+    def _reserve(self, seq_id: int, n_tokens: int, n_prefix: int) -> None:
+        self._lib.llama_kv_share_reserve(self.context.handle, seq_id, n_tokens, n_prefix)
 
-    def _issue(self, seq_id: int, n_tokens: int, expires_ms: int, start: int, *, strict: bool) -> Share:
+    def _publish(self, seq_id: int) -> bytes:
+        """Return the metadata of what a sequence holds."""
+        handle, publish = self.context.handle, self._lib.llama_kv_share_publish
+        size = publish(handle, seq_id, None, 0, None)
+        blob = ctypes.create_string_buffer(size)
+        publish(handle, seq_id, blob, size, None)
+        return blob.raw
+
+    def _issue(
+        self, seq_id: int, n_tokens: int, held: LedgerPrefix, expires_ms: int, start: int, *, strict: bool
+    ) -> Share:
         handle = self.context.handle
         regions = _array(self._lib.llama_kv_share_regions, signatures.Region, handle, seq_id)
         if len(regions) + 1 > fds.MAX_FDS:
@@ -383,7 +443,9 @@ class Decoder:
             )
         semantics_text, semantics = _describe(self._lib.llama_kv_share_semantics, handle)
         share_id = 1 + secrets.randbelow(2**53 - 1)
-        ledger = Ledger.create(share_id, self._layout_digest, semantics, capacity=_LEDGER_CAPACITY_NBYTES)
+        ledger = Ledger.create(
+            share_id, self._layout_digest, semantics, capacity=_LEDGER_CAPACITY_NBYTES, prefix=held
+        )
         try:
             header = wire.ShareHeader(
                 share_id=share_id,
@@ -418,6 +480,7 @@ class Decoder:
                 descriptors=[*(region.fd for region in regions), ledger.fileno()],
                 seq_id=seq_id,
                 n_tokens=n_tokens,
+                prefix=LedgerPrefix(held.n_tokens, held.sha256),
                 deadline=time.monotonic() + expires_ms / 1000,
                 t_us=(time.perf_counter_ns() - start) / 1000,
             )
@@ -437,7 +500,7 @@ class Decoder:
 
         Args:
             share: a share of this decoder.
-            tokens: the tokens that were to be prefilled, from position 0.
+            tokens: the prompt from position 0: the prefix, and the tokens that were to be prefilled.
             allow_other_semantics: accept a provider of other semantics, such as another quantization
                 of the same weights.
             deadline: of a strict share, until when its provider has to have let go, a `time.monotonic()`
@@ -452,8 +515,11 @@ class Decoder:
             LedgerIncompleteError: the provider has not vouched for all tokens; the share lives on if it
                 may still do so. Also: cells that it vouches for were never written; the share has failed.
             DeadlineExceededError: the provider of a strict share holds on to the memory; the share lives on.
-            LedgerError: the ledger, its metadata or a digest is wrong; the share has failed.
+            LedgerError: the ledger, its metadata or a digest is wrong, or the tokens do not begin with the
+                prefix; the share has failed.
             SequenceInUseError: the sequence or its cells changed since the share; it has failed.
+
+        What a sequence holds behind a failure is said at the top of this module.
         """
         start = time.perf_counter_ns()
         ids = _int32(tokens)
@@ -477,6 +543,7 @@ class Decoder:
                 semantics=None if allow_other_semantics else share.header.semantics,
                 tokens=ids,
                 sample_digest=None,  # the library compares it, before it changes anything
+                prefix=share._prefix,
             )
             return record
 
@@ -498,13 +565,14 @@ class Decoder:
                     ctypes.byref(adopted),
                 )
             else:
+                new = ids[share.n_prefix :]
                 self._lib.llama_kv_cells_adopt(
                     handle,
                     share.seq_id,
                     share.header.cells[0][0][0],
-                    len(ids),
-                    0,
-                    (ctypes.c_int32 * len(ids)).from_buffer(ids),
+                    len(new),
+                    share.n_prefix,
+                    (ctypes.c_int32 * len(new)).from_buffer(new),
                     record.sample_digest,
                     ctypes.byref(adopted),
                 )
@@ -549,6 +617,9 @@ class Decoder:
         self._forget(share)
         if not self.context.closed:
             self._give_back(share.seq_id, renew=share._sent)
+            if self._llama is not None and share.seq_id == 0 and share.n_prefix:
+                # the prefix may be gone, and what llama_cpp.Llama believes to be there with it
+                self._llama.n_tokens = min(self._llama.n_tokens, self.context.n_past())
 
     def _give_back(self, seq_id: int, *, renew: bool) -> None:
         self._withheld.discard(seq_id)

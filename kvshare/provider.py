@@ -7,6 +7,10 @@ An `Offer` is a share as it arrives: header, descriptors, ledger. There are two 
   it for the next offer of the same memory.
 - `Offer.views` shows K and V of every layer as numpy arrays, for a provider that computes in another
   way. It fills the rows of the leased cells and calls `Offer.complete`. This works for plain caches.
+
+A sequence that is offered may hold a prefix of the prompt already, `Offer.n_prefix` tokens of it. A
+provider takes the whole prompt, checks that it begins with these tokens, and fills what comes behind:
+their K and V are in the memory that it got.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from kvshare.errors import (
     DescriptorError,
     KvshareError,
     LayoutMismatchError,
+    LedgerError,
     LocalProtocolError,
     NativeError,
     NotShareableError,
@@ -38,7 +43,7 @@ from kvshare.errors import (
 )
 from kvshare.fds import OwnedFd
 from kvshare.layout import Layout, require_equal_semantics
-from kvshare.ledger import Ledger, tokens_digest
+from kvshare.ledger import Ledger, LedgerPrefix, tokens_digest
 
 _COUNT = range(1, 1 << 31)
 _FLAG = range(2)
@@ -80,7 +85,7 @@ _LAYOUT_PARAMS = (
 )
 
 Progress = Callable[[int], None]
-"""Called with the number of tokens that are done."""
+"""Called with the number of tokens that are done, those of a prefix among them."""
 
 # how long a provider waits for a decoder that does not read the outcome
 _TELL_S = 1.0
@@ -97,6 +102,7 @@ class Offer:
         header: what the decoder says.
         layout: what the bytes of the regions are; its digest was checked against the header's.
         seq_id: the sequence that a llama.cpp provider decodes.
+        n_prefix: tokens of the prompt that the sequence holds already; `ledger.prefix` says more.
         ledger: where the provider vouches.
     """
 
@@ -138,6 +144,7 @@ class Offer:
                 self.ledger = Ledger.open(descriptors[header.ledger.fd], header.ledger.size)
             except OSError as error:  # more than an address space has
                 raise DescriptorError(f"the ledger cannot be mapped: {error.strerror}") from error
+            self.n_prefix = self.ledger.n_prefix
         except BaseException:
             for owned in self._fds:
                 owned.close()
@@ -169,7 +176,7 @@ class Offer:
 
     @property
     def first_cell(self) -> int:
-        """First leased cell of the first cache."""
+        """First leased cell of the first cache; the first token behind the prefix goes there."""
         return self.header.cells[0][0][0] if self.header.cells[0] else 0
 
     @property
@@ -226,11 +233,17 @@ class Offer:
     def complete(self, tokens: Sequence[int]) -> None:
         """Vouch for tokens whose rows were written through the views, from `first_cell` on.
 
+        Args:
+            tokens: the whole prompt; the rows are those of the tokens behind the prefix.
+
         Raises:
             NotShareableError: the cache is not a plain one.
-            LocalProtocolError: `ledger.begin` was not called.
+            LocalProtocolError: `ledger.begin` was not called, or the tokens do not begin with the prefix.
         """
-        sample = mapping.plain_sample(self.layout, self._mapped(), self.first_cell, len(tokens))
+        prefix = self.ledger.prefix
+        prefix.require_start_of(tokens)
+        n_new = len(tokens) - prefix.n_tokens
+        sample = mapping.plain_sample(self.layout, self._mapped(), self.first_cell, n_new)
         self.ledger.advance(len(tokens))
         self.ledger.complete(tokens_digest(tokens), len(tokens), sample)
 
@@ -288,9 +301,26 @@ def importing(offer: Offer) -> Iterator[None]:
     Raises:
         LayoutMismatchError: the context's layout is another one; it was not created.
     """
+    begin = loader.load().lib.llama_kv_share_import_begin
+    with built_on(begin, offer.native_regions(), offer.layout, hint="build the context with n_seq_max 1"):
+        yield
+
+
+@contextlib.contextmanager
+def built_on(begin: Any, regions: Any, layout: Layout, *, hint: str | None = None) -> Iterator[None]:
+    """Build one context whose cache is some memory, inside the block.
+
+    Args:
+        begin: function of the library that says what to do with the memory.
+        regions: the memory, an array of structs.
+        layout: what the bytes of the memory are.
+        hint: for a context that has more streams than the memory has regions.
+
+    Raises:
+        LayoutMismatchError: the context's layout is another one; it was not created.
+    """
     lib = loader.load().lib
-    regions = offer.native_regions()
-    lib.llama_kv_share_import_begin(regions, len(regions), bytes.fromhex(offer.header.layout))
+    begin(regions, len(regions), bytes.fromhex(layout.digest()))
     failure: Exception | None = None
     try:
         yield
@@ -307,11 +337,9 @@ def importing(offer: Offer) -> Iterator[None]:
         buffer = ctypes.create_string_buffer(size)
         lib.llama_kv_share_import_layout(buffer, size)
         if buffer.value:
-            offer.layout.require_equal(Layout.parse(buffer.value.decode()))
+            layout.require_equal(Layout.parse(buffer.value.decode()))
             # each stream is laid out as it should be, so there are more of them than regions
-            raise LayoutMismatchError(
-                "n_stream", 1, "several", hint="build the context with n_seq_max 1"
-            ) from failure
+            raise LayoutMismatchError("n_stream", 1, "several", hint=hint) from failure
         raise error from failure
     if failure is not None:
         raise failure
@@ -324,9 +352,11 @@ class Provider:
         offer: what it was built on.
         context: the context.
         prefill_ms: time of the last prefill.
+        n_prefilled: tokens that the last prefill decoded: those behind the prefix.
     """
 
     prefill_ms = 0.0
+    n_prefilled = 0
 
     def __init__(
         self,
@@ -356,7 +386,7 @@ class Provider:
         self.offer = offer
         self._lib = model.library.lib
         self._memory = offer.memory()  # while the context lives, no other memory gets this identity
-        params = self._requested(offer, overrides)
+        params = requested(offer.header.params, offer.layout, overrides)
         with importing(offer):
             self.context = Context.create(model, n_threads=n_threads, **params)
         try:
@@ -375,7 +405,8 @@ class Provider:
 
         The same are descriptor, place and size of every region, layout, semantics and parameters. The
         sequence may be another one where the cache is plain; other caches keep it, because emptying a
-        sequence may write to its memory, which is the decoder's again by now.
+        sequence may write to its memory, which is the decoder's again by now. What this context knows of
+        the sequence gives way to the offer's prefix, if it has one, in `prefill`.
 
         Args:
             offer: a received share.
@@ -393,39 +424,12 @@ class Provider:
             return False
         if self._memory != offer.memory():
             return False
-        # not `forget`: that would zero the decoder's memory
-        self.context.clear(self.offer.seq_id)
+        if not offer.n_prefix or offer.seq_id != self.offer.seq_id:
+            # not `forget`: that would zero the decoder's memory
+            self.context.clear(self.offer.seq_id)
         self.offer = offer
         self._confine()
         return True
-
-    @staticmethod
-    def _requested(offer: Offer, overrides: dict[str, Any]) -> dict[str, Any]:
-        params = offer.header.params
-        wanted: dict[str, Any] = {
-            name: _param(params, name, known) for name, known in _CONTEXT_PARAMS.items()
-        }
-        # the largest has a cell for each position; llama.cpp allocates what is asked for, then it is compared
-        n_cells = max((cache.size for cache in offer.layout.caches if cache.kind == "kv"), default=0)
-        if n_cells and wanted["n_ctx"] > n_cells * wanted["n_seq_max"]:
-            raise RemoteProtocolError(f"params.n_ctx is {wanted['n_ctx']}, the layout has {n_cells} cells")
-        # booleans travel as 0 and 1, as they are in the struct
-        for name in ("kv_unified", "swa_full", "offload_kqv"):
-            wanted[name] = bool(wanted[name])
-        spelled = {key: overrides.pop(key) for key in ("flash_attn",) if key in overrides}
-        if spelled:
-            overrides["flash_attn_type"] = spelled["flash_attn"]
-        for name, value in overrides.items():
-            found = _number(name, value)
-            if name in _LAYOUT_PARAMS and found != wanted.get(name):
-                raise LayoutMismatchError(name, wanted.get(name), found)
-            wanted[name] = found
-        if wanted["n_batch"] < wanted["n_seq_max"]:
-            # llama.cpp would end the process
-            kind = LocalProtocolError if "n_batch" in overrides else RemoteProtocolError
-            raise kind(f"n_batch is {wanted['n_batch']}, less than n_seq_max, {wanted['n_seq_max']}")
-        wanted["flash_attn"] = wanted.pop("flash_attn_type")
-        return wanted
 
     def _require_semantics(self, *, allow_other: bool) -> None:
         size = 1 + self._lib.llama_kv_share_semantics(self.context.handle, None, 0, None)
@@ -440,35 +444,58 @@ class Provider:
     def prefill(self, tokens: Sequence[int], *, progress: Progress | None = None) -> None:
         """Decode a prompt into the leased cells; the ledger's watermark follows each graph.
 
-        A model with an encoder encodes the same tokens first, as its decoder has to.
+        Of an offer with a prefix only the tokens behind it are decoded. A model with an encoder encodes
+        all tokens first, as its decoder has to.
 
         Args:
-            tokens: token ids, from position 0.
+            tokens: token ids of the whole prompt, from position 0.
             progress: called after each graph with the number of tokens that are done. What it raises
                 ends the prefill there; the ledger is left to the caller, and `rebind` works as ever.
 
         Raises:
             LocalProtocolError: no tokens, or more than the lease has cells, or one that the model
-                does not have.
+                does not have; or they do not begin with those of the prefix, or end with them.
+            LedgerError: the metadata of the prefix is none of this memory.
             ReplayError: the share was issued anew meanwhile.
             NativeError: llama.cpp cannot decode.
         """
         self.context.model.check_tokens(tokens)
-        self._require_room(len(tokens))
         ledger = self.offer.ledger
+        prefix = ledger.prefix
+        prefix.require_start_of(tokens)
+        new = tokens[prefix.n_tokens :]
+        self._require_room(len(new))
 
         def advance(n_done: int) -> None:
-            ledger.advance(n_done)
+            ledger.advance(prefix.n_tokens + n_done)
             if progress:
-                progress(n_done)
+                progress(prefix.n_tokens + n_done)
 
         start = time.perf_counter_ns()
-        ledger.begin(layout=self.offer.header.layout, semantics=self._semantics)
+        ledger.begin(layout=self.offer.header.layout, semantics=self._semantics, prefix_sha256=prefix.sha256)
+        if prefix.n_tokens:
+            self._enter(prefix)
         if self.context.model.has_encoder:
             self.context.encode(tokens)
-        self.context.decode(tokens, position=0, seq_id=self.offer.seq_id, progress=advance)
+        self.context.decode(new, position=prefix.n_tokens, seq_id=self.offer.seq_id, progress=advance)
         self._tokens = list(tokens)
+        self.n_prefilled = len(new)
         self.prefill_ms = (time.perf_counter_ns() - start) / 1e6
+
+    def _enter(self, prefix: LedgerPrefix) -> None:
+        """Take over what the decoder's sequence holds in this memory, and go on in the lease."""
+        if not prefix.blob:
+            raise LedgerError("the ledger has no metadata of the prefix")
+        self._lib.llama_kv_share_enter(
+            self.context.handle,
+            self.offer.seq_id,
+            prefix.n_tokens,
+            prefix.blob,
+            len(prefix.blob),
+            None,  # whatever the decoder's bytes are, they are the prefix
+            ctypes.byref(signatures.Adopted()),
+        )
+        self._confine()
 
     def _require_room(self, n_tokens: int) -> None:
         for cache, cells in zip(self.offer.layout.caches, self.offer.header.cells, strict=True):
@@ -504,6 +531,45 @@ class Provider:
         self.close()
 
 
+def requested(
+    params: Mapping[str, wire.Scalar], layout: Layout, overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the parameters of a context that is equal to the one that a header describes.
+
+    Args:
+        params: of the header.
+        layout: of the header.
+        overrides: parameters that differ on purpose, such as `n_ubatch`.
+
+    Raises:
+        LayoutMismatchError: an override would change the layout; names the parameter.
+        RemoteProtocolError: a parameter is missing, or is no number.
+    """
+    overrides = dict(overrides)
+    wanted: dict[str, Any] = {name: _param(params, name, known) for name, known in _CONTEXT_PARAMS.items()}
+    # the largest has a cell for each position; llama.cpp allocates what is asked for, then it is compared
+    n_cells = max((cache.size for cache in layout.caches if cache.kind == "kv"), default=0)
+    if n_cells and wanted["n_ctx"] > n_cells * wanted["n_seq_max"]:
+        raise RemoteProtocolError(f"params.n_ctx is {wanted['n_ctx']}, the layout has {n_cells} cells")
+    # booleans travel as 0 and 1, as they are in the struct
+    for name in ("kv_unified", "swa_full", "offload_kqv"):
+        wanted[name] = bool(wanted[name])
+    spelled = {key: overrides.pop(key) for key in ("flash_attn",) if key in overrides}
+    if spelled:
+        overrides["flash_attn_type"] = spelled["flash_attn"]
+    for name, value in overrides.items():
+        found = _number(name, value)
+        if name in _LAYOUT_PARAMS and found != wanted.get(name):
+            raise LayoutMismatchError(name, wanted.get(name), found)
+        wanted[name] = found
+    if wanted["n_batch"] < wanted["n_seq_max"]:
+        # llama.cpp would end the process
+        kind = LocalProtocolError if "n_batch" in overrides else RemoteProtocolError
+        raise kind(f"n_batch is {wanted['n_batch']}, less than n_seq_max, {wanted['n_seq_max']}")
+    wanted["flash_attn"] = wanted.pop("flash_attn_type")
+    return wanted
+
+
 class WarmProvider:
     """Fill one offer after the other; keep the context while they offer the same memory.
 
@@ -511,7 +577,10 @@ class WarmProvider:
 
     Attributes:
         provider: the context that is kept, or None.
+        n_prefilled: tokens that the last `fill` decoded: those behind the prefix of its offer.
     """
+
+    n_prefilled = 0
 
     def __init__(self, model: Model, **options: Any) -> None:
         """Make it; nothing is built before the first offer.
@@ -531,7 +600,7 @@ class WarmProvider:
 
         Args:
             offer: a received share; stays the caller's, and may be closed after this.
-            tokens: the prompt.
+            tokens: the whole prompt, that of a prefix among it.
             begun: called before the first graph; True says that the context of the last offer goes on.
             progress: as for `Provider.prefill`.
 
@@ -546,6 +615,7 @@ class WarmProvider:
         begun(warm)
         self.provider.prefill(tokens, progress=progress)
         self.provider.publish()
+        self.n_prefilled = self.provider.n_prefilled
         if offer.strict:
             self.forget()
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from kvshare._native import errcheck
 
-ABI = 1
+ABI = 2
 """LLAMA_KV_SHARE_ABI that this package speaks."""
 
 KIND_MEMFD = 0
@@ -123,6 +123,9 @@ FUNCTIONS: dict[str, Function] = {
     # int32_t llama_kv_share_import_begin(
     #     const struct llama_kv_share_region * regions, size_t n_regions, const uint8_t layout[32]);
     "llama_kv_share_import_begin": Function(c_int32, [POINTER(Region), c_size_t, c_char_p], errcheck.status),
+    # int32_t llama_kv_share_fork_begin(
+    #     const struct llama_kv_share_region * regions, size_t n_regions, const uint8_t layout[32]);
+    "llama_kv_share_fork_begin": Function(c_int32, [POINTER(Region), c_size_t, c_char_p], errcheck.status),
     # int32_t llama_kv_share_end(void);
     "llama_kv_share_end": Function(c_int32, [], errcheck.status),
     # int64_t llama_kv_share_import_layout(char * text, size_t size);
@@ -150,8 +153,11 @@ FUNCTIONS: dict[str, Function] = {
     "llama_kv_share_semantics": Function(
         c_int64, [ContextPointer, c_char_p, c_size_t, POINTER(Digest)], errcheck.status
     ),
-    # int32_t llama_kv_share_reserve(struct llama_context * ctx, llama_seq_id seq_id, uint32_t n_tokens);
-    "llama_kv_share_reserve": Function(c_int32, [ContextPointer, c_int32, c_uint32], errcheck.status),
+    # int32_t llama_kv_share_reserve(
+    #     struct llama_context * ctx, llama_seq_id seq_id, uint32_t n_tokens, uint32_t n_prefix);
+    "llama_kv_share_reserve": Function(
+        c_int32, [ContextPointer, c_int32, c_uint32, c_uint32], errcheck.status
+    ),
     # int64_t llama_kv_share_lease(
     #     struct llama_context * ctx, llama_seq_id seq_id,
     #     struct llama_kv_share_range * ranges, size_t n_max);
@@ -187,6 +193,14 @@ FUNCTIONS: dict[str, Function] = {
     ),
     # int32_t llama_kv_share_scrub(struct llama_context * ctx, llama_seq_id seq_id);
     "llama_kv_share_scrub": Function(c_int32, [ContextPointer, c_int32], errcheck.status),
+    # int32_t llama_kv_share_enter(
+    #     struct llama_context * ctx, llama_seq_id seq_id, uint32_t n_tokens, const uint8_t * metadata,
+    #     size_t metadata_size, const uint8_t sample[32], struct llama_kv_share_adopted * adopted);
+    "llama_kv_share_enter": Function(
+        c_int32,
+        [ContextPointer, c_int32, c_uint32, c_char_p, c_size_t, c_char_p, POINTER(Adopted)],
+        errcheck.status,
+    ),
     # int32_t llama_kv_share_confine(
     #     struct llama_context * ctx, llama_seq_id seq_id,
     #     const struct llama_kv_share_range * ranges, size_t n_ranges);
@@ -198,5 +212,11 @@ FUNCTIONS: dict[str, Function] = {
     #     uint8_t sample[32]);
     "llama_kv_share_publish": Function(
         c_int64, [ContextPointer, c_int32, c_char_p, c_size_t, POINTER(Digest)], errcheck.status
+    ),
+    # int32_t llama_kv_share_copy(
+    #     struct llama_context * ctx, llama_seq_id seq_id,
+    #     const struct llama_kv_share_region * regions, size_t n_regions);
+    "llama_kv_share_copy": Function(
+        c_int32, [ContextPointer, c_int32, POINTER(Region), c_size_t], errcheck.status
     ),
 }

@@ -19,6 +19,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvshare import wire
@@ -36,6 +37,7 @@ from kvshare.provider import Offer
 from kvshare.wire import ShareState
 
 N_TOKENS = 40
+N_ANSWER = 3
 
 
 class Harness(Protocol):
@@ -43,7 +45,7 @@ class Harness(Protocol):
 
     Attributes:
         decoder: with `share`, `adopt` and `close` as `kvshare.Decoder`, two empty sequences 0 and 1,
-            and room for `N_TOKENS` tokens in each.
+            and room for `4 * N_TOKENS` tokens in each.
     """
 
     decoder: Any
@@ -57,8 +59,23 @@ class Harness(Protocol):
     def answer(self, seq_id: int) -> bytes:
         """Return what the sequence leads to, such as logits; leave it as it is."""
 
-    def expected(self, tokens: Sequence[int], seq_id: int, header: wire.ShareHeader) -> bytes:
-        """Return what `answer` has to be after these tokens, at the cells of this header."""
+    def expected(
+        self, tokens: Sequence[int], seq_id: int, header: wire.ShareHeader, *, cuts: Sequence[int] = ()
+    ) -> bytes:
+        """Return what `answer` has to be after these tokens, from the first cell of this header on.
+
+        Args:
+            tokens: all tokens.
+            seq_id: the sequence.
+            header: of the first share of the sequence.
+            cuts: positions where a decode call begins, besides 0: sums may run in another order.
+        """
+
+    def go_on(self, seq_id: int, tokens: Sequence[int]) -> None:
+        """Decode tokens one by one behind what the sequence holds, as a decoder does that answers."""
+
+    def n_past(self, seq_id: int) -> int:
+        """Return how many tokens the sequence holds."""
 
     def clear(self, seq_id: int) -> None:
         """Empty a sequence."""
@@ -159,6 +176,92 @@ def _handoff(harness: Harness, *, seq_id: int = 0, seed: int = 99) -> None:
     _require(adopted.bytes_moved == 0, f"{adopted.bytes_moved} bytes were moved")
     _require_exact(harness, tokens, seq_id, share.header)
     harness.clear(seq_id)
+
+
+@dataclass
+class _Chat:
+    """A conversation: turns that the provider prefills, answers that the decoder generates.
+
+    Attributes:
+        seq_id: its sequence.
+        tokens: what the sequence holds.
+        cuts: where a decode call began.
+        header: of the first share.
+    """
+
+    seq_id: int = 0
+    tokens: list[int] = field(default_factory=list)
+    cuts: list[int] = field(default_factory=list)
+    header: wire.ShareHeader | None = None
+
+    def asked(self, harness: Harness, seed: int) -> list[int]:
+        """Return the tokens with those of the next turn behind them."""
+        return [*self.tokens, *harness.tokens(N_TOKENS, seed)]
+
+    @contextlib.contextmanager
+    def offered(self, harness: Harness, **options: Any) -> Iterator[tuple[Any, Offer]]:
+        """Share behind what the sequence holds, and receive."""
+        options = {"prefix": self.tokens, "n_tokens": len(self.tokens) + N_TOKENS, **options}
+        with _offered(harness, seq_id=self.seq_id, **options) as (share, offer):
+            yield share, offer
+
+    def adopted(self, tokens: Sequence[int], header: wire.ShareHeader) -> None:
+        """Note that the sequence holds these tokens now."""
+        self.cuts.append(len(self.tokens))
+        self.tokens = list(tokens)
+        self.header = self.header or header
+
+    def answer(self, harness: Harness, seed: int) -> None:
+        """Let the decoder go on."""
+        tokens = harness.tokens(N_ANSWER, seed)
+        harness.go_on(self.seq_id, tokens)
+        self.cuts += range(len(self.tokens), len(self.tokens) + N_ANSWER)
+        self.tokens += tokens
+
+    def turn(self, harness: Harness, seed: int) -> None:
+        """Hand over one turn, and answer it."""
+        tokens = self.asked(harness, seed)
+        with self.offered(harness) as (share, offer):
+            _fill(harness, offer, tokens)
+            adopted = harness.decoder.adopt(share, tokens)
+        _require(adopted.n_adopted == len(tokens), f"{adopted.n_adopted} tokens were adopted")
+        _require(adopted.bytes_moved == 0, f"{adopted.bytes_moved} bytes were moved")
+        self.adopted(tokens, share.header)
+        self.answer(harness, seed + 50)
+
+    def require_exact(self, harness: Harness) -> None:
+        """Check what the sequence holds and answers; the last step of a check, or clear behind it."""
+        n_past = harness.n_past(self.seq_id)
+        _require(n_past == len(self.tokens), f"it holds {n_past} tokens, not {len(self.tokens)}")
+        assert self.header is not None
+        expected = harness.expected(self.tokens, self.seq_id, self.header, cuts=self.cuts[1:])
+        _require(
+            harness.answer(self.seq_id) == expected, "the conversation goes on otherwise than a local one"
+        )
+
+
+def _chat(harness: Harness, *, seq_id: int = 0, n_turns: int = 1) -> _Chat:
+    """Begin a conversation in a sequence that is emptied first."""
+    harness.clear(seq_id)
+    chat = _Chat(seq_id)
+    for seed in range(n_turns):
+        chat.turn(harness, 10 * seq_id + seed)
+    return chat
+
+
+def _overwrite(offer: Offer, rows: slice) -> None:
+    """Write into rows of all layers."""
+    for layer in offer.views():
+        for view in (layer.k, layer.v):
+            if view is not None:
+                view[rows] = 7
+
+
+def _prefix_rows(chat: _Chat) -> slice:
+    """Return the rows where a conversation begins."""
+    assert chat.header is not None
+    ((first, _),) = chat.header.cells[0]
+    return slice(first, first + N_TOKENS)
 
 
 def _lease_bytes(offer: Offer) -> bytes:
@@ -398,13 +501,13 @@ def decoder_refuses_changed_memory(harness: Harness) -> None:
 def decoder_refuses_other_digests(harness: Harness) -> None:
     """A provider that says itself that its layout or its model is another one."""
     tokens = harness.tokens(N_TOKENS)
-    for field in ("layout", "semantics"):
+    for name in ("layout", "semantics"):
         with _offered(harness) as (share, offer):
             _fill(harness, offer, tokens)
-            at = {"layout": 24, "semantics": 56}[field]
+            at = {"layout": 24, "semantics": 56}[name]
             with offer.ledger.view() as view:
                 view[at] ^= 1
-            with _raises(LedgerDigestError, field):
+            with _raises(LedgerDigestError, name):
                 harness.decoder.adopt(share, tokens)
 
 
@@ -430,6 +533,173 @@ def decoder_outlives_its_shares(harness: Harness) -> None:
     share.release()
     with _raises(ReplayError):
         harness.decoder.adopt(share, harness.tokens(N_TOKENS))
+
+
+# -- a decoder that shares what a sequence holds -----------------------------------------------
+
+
+def decoder_goes_on_with_a_conversation(harness: Harness) -> None:
+    """Three turns, answered by the decoder, in either sequence."""
+    for seq_id in (0, 1):
+        _chat(harness, seq_id=seq_id, n_turns=3).require_exact(harness)
+        harness.clear(seq_id)  # where another sequence is, answers may go to cells elsewhere
+
+
+def decoder_goes_on_with_two_conversations(harness: Harness) -> None:
+    """Both are shared at the same time, the second for nothing: it answers as before."""
+    first, second = _chat(harness, seq_id=0), _chat(harness, seq_id=1)
+    before = harness.answer(1)
+    tokens = first.asked(harness, 7)
+    with first.offered(harness) as (share, offer):
+        with second.offered(harness) as (_, other):
+            _fill(harness, other, second.asked(harness, 8))
+        _fill(harness, offer, tokens)
+        harness.decoder.adopt(share, tokens)
+    for chat, n_tokens in ((first, len(tokens)), (second, len(second.tokens))):
+        n_past = harness.n_past(chat.seq_id)
+        _require(n_past == n_tokens, f"sequence {chat.seq_id} holds {n_past} tokens, not {n_tokens}")
+    _require(harness.answer(1) == before, "the other conversation answers otherwise now")
+    harness.clear(1)
+
+
+def decoder_names_what_a_sequence_holds(harness: Harness) -> None:
+    """In the share and in the ledger that the provider gets."""
+    chat = _chat(harness)
+    with chat.offered(harness) as (share, offer):
+        n_prefix = len(chat.tokens)
+        _require(share.n_prefix == offer.n_prefix == n_prefix, f"n_prefix is {share.n_prefix}")
+        prefix = offer.ledger.prefix
+        _require(prefix.n_tokens == n_prefix, f"the ledger has {prefix.n_tokens} tokens")
+        _require(prefix.sha256 == tokens_digest(chat.tokens), "the ledger has other tokens")
+        record = share.ledger.snapshot()
+        _require(record.n_filled == n_prefix, f"{record.n_filled} tokens are filled")
+    with harness.decoder.share(1, n_tokens=N_TOKENS) as share:
+        _require(share.n_prefix == 0, f"n_prefix of an empty sequence is {share.n_prefix}")
+        _require(share.ledger.prefix.sha256 == bytes(32), "an empty sequence has a digest")
+
+
+def decoder_shares_all_that_a_sequence_holds(harness: Harness) -> None:
+    """Not a part of it, nothing for it, and no room behind it."""
+    chat = _chat(harness)
+    n_tokens = len(chat.tokens) + N_TOKENS
+    for prefix in (chat.tokens[:-1], [*chat.tokens, 1], [], None):
+        with _raises(SequenceInUseError):
+            harness.decoder.share(0, prefix=prefix, n_tokens=n_tokens)
+    with _raises(SequenceInUseError):
+        harness.decoder.share(1, prefix=chat.tokens, n_tokens=n_tokens)
+    for n_tokens in (len(chat.tokens), 1):
+        with _raises(LocalProtocolError):
+            harness.decoder.share(0, prefix=chat.tokens, n_tokens=n_tokens)
+    chat.turn(harness, 3)
+    chat.require_exact(harness)
+
+
+def decoder_keeps_the_prefix_of_a_share_that_ends(harness: Harness) -> None:
+    """Released, failed, refused or expired: the sequence is as before, and out of the provider's reach."""
+
+    def release(share: Any, offer: Offer, chat: _Chat) -> None:
+        share.release()
+
+    def fail(share: Any, offer: Offer, chat: _Chat) -> None:
+        offer.fail("out of order")
+        with _raises(LedgerIncompleteError):
+            harness.decoder.adopt(share, chat.asked(harness, 2))
+
+    def fill(share: Any, offer: Offer, chat: _Chat) -> None:
+        _fill(harness, offer, chat.asked(harness, 2))
+        share.release()
+
+    def refuse(share: Any, offer: Offer, chat: _Chat) -> None:
+        _fill(harness, offer, chat.asked(harness, 2))
+        with _raises(LedgerDigestError):
+            harness.decoder.adopt(share, chat.asked(harness, 3))
+
+    def expire(share: Any, offer: Offer, chat: _Chat) -> None:
+        _fill(harness, offer, chat.asked(harness, 2))
+        time.sleep(0.06)
+        with _raises(ExpiredError):
+            harness.decoder.adopt(share, chat.asked(harness, 2))
+
+    for end in (release, fail, fill, refuse, expire):
+        chat = _chat(harness)
+        options = {"expires_ms": 50} if end is expire else {}
+        with chat.offered(harness, **options) as (share, offer):
+            end(share, offer, chat)
+            _require(not share.state.live, f"the share is {share.state}")
+            _overwrite(offer, slice(None))
+        chat.require_exact(harness)
+
+
+def decoder_goes_on_after_a_share_that_ends(harness: Harness) -> None:
+    """One that was never sent, one that was, and then one that is adopted."""
+    chat = _chat(harness)
+    n_tokens = len(chat.tokens) + N_TOKENS
+    harness.decoder.share(0, prefix=chat.tokens, n_tokens=n_tokens).release()
+    with chat.offered(harness) as (_, offer):
+        _fill(harness, offer, chat.asked(harness, 2))
+    chat.turn(harness, 3)
+    chat.require_exact(harness)
+
+
+def decoder_refuses_another_prefix(harness: Harness) -> None:
+    """The tokens to adopt begin otherwise than those that were shared; the sequence stays."""
+    for at in (0, N_TOKENS):
+        chat = _chat(harness)
+        tokens = chat.asked(harness, 2)
+        with chat.offered(harness) as (share, offer):
+            _fill(harness, offer, tokens)
+            tokens[at] += 1
+            with _raises(LedgerDigestError, "prefix_sha256"):
+                harness.decoder.adopt(share, tokens)
+            _require(share.state is ShareState.FAILED, f"the share is {share.state}")
+        chat.require_exact(harness)
+
+
+def decoder_refuses_who_continued_from_others(harness: Harness) -> None:
+    """A provider that says itself that the tokens before its own, or their number, were others."""
+    for at, text in ((456, "n_prefix"), (464, "prefix_sha256")):
+        chat = _chat(harness)
+        tokens = chat.asked(harness, 2)
+        with chat.offered(harness) as (share, offer):
+            _fill(harness, offer, tokens)
+            with offer.ledger.view() as view:
+                view[at] ^= 1
+            with _raises(LedgerDigestError, text):
+                harness.decoder.adopt(share, tokens)
+        chat.require_exact(harness)
+
+
+def decoder_refuses_a_prefix_that_was_touched(harness: Harness) -> None:
+    """A provider that writes over what the sequence held: nothing of it is left."""
+    for adopt in (True, False):
+        chat = _chat(harness)
+        tokens = chat.asked(harness, 2)
+        with chat.offered(harness) as (share, offer):
+            _overwrite(offer, _prefix_rows(chat))
+            _fill(harness, offer, tokens)
+            if adopt:
+                with _raises(LedgerDigestError):
+                    harness.decoder.adopt(share, tokens)
+                _require(share.state is ShareState.FAILED, f"the share is {share.state}")
+        _require(harness.n_past(0) == 0, "the sequence holds what the provider has changed")
+
+
+def decoder_refuses_a_sequence_that_went_on(harness: Harness) -> None:
+    """Decoded, or emptied, between share and adopt: it stays as whoever did that wants it."""
+    for clear in (False, True):
+        chat = _chat(harness)
+        tokens = chat.asked(harness, 2)
+        with chat.offered(harness) as (share, offer):
+            _fill(harness, offer, tokens)
+            if clear:
+                harness.clear(0)
+            else:
+                harness.go_on(0, [1])
+            with _raises(SequenceInUseError):
+                harness.decoder.adopt(share, tokens)
+            _require(share.state is ShareState.FAILED, f"the share is {share.state}")
+        expected = 0 if clear else len(chat.tokens) + 1
+        _require(harness.n_past(0) == expected, f"it holds {harness.n_past(0)} tokens, not {expected}")
 
 
 # -- a provider --------------------------------------------------------------------------------
@@ -545,3 +815,56 @@ def provider_closes_everything(harness: Harness) -> None:
             provider.close()
         offer.close()
         _require(_open_fds() < before, "descriptors are still open")
+
+
+# -- a provider that goes on behind what a sequence holds --------------------------------------
+
+
+def provider_fills_only_what_is_new(harness: Harness) -> None:
+    """The watermark begins at the prefix, whose bytes stay; it vouches for all tokens."""
+    chat = _chat(harness)
+    tokens = chat.asked(harness, 2)
+    n_prefix, n_tokens = len(chat.tokens), len(tokens)
+    seen: list[int] = []
+    with chat.offered(harness) as (share, offer):
+        before = _other_bytes(offer)
+        with harness.provider(offer) as provider:
+            provider.prefill(tokens, progress=seen.append)
+            provider.publish()
+        _require(seen == sorted(seen) and seen[-1:] == [n_tokens], f"the watermark went {seen}")
+        _require(seen[0] > n_prefix, f"the watermark went {seen} behind {n_prefix}")
+        _require(provider.n_prefilled == N_TOKENS, f"it prefilled {provider.n_prefilled} tokens")
+        _require(_other_bytes(offer) == before, "cells outside of the lease were written")
+        record = share.ledger.snapshot()
+        _require(record.n_tokens == record.n_filled == n_tokens, "another number of tokens")
+        _require(record.tokens_sha256 == tokens_digest(tokens), "other tokens")
+        _require(record.n_prefix == n_prefix, f"n_prefix is {record.n_prefix}")
+        _require(record.prefix_sha256 == tokens_digest(chat.tokens), "continued from other tokens")
+        harness.decoder.adopt(share, tokens)
+    chat.adopted(tokens, share.header)
+    chat.require_exact(harness)
+
+
+def provider_refuses_another_prefix(harness: Harness) -> None:
+    """A prompt that does not begin with what the sequence holds: before a byte is written."""
+    chat = _chat(harness)
+    tokens = chat.asked(harness, 2)
+    for at in (0, N_TOKENS):
+        other = list(tokens)
+        other[at] += 1
+        with chat.offered(harness) as (share, offer), harness.provider(offer) as provider:
+            before = _other_bytes(offer), _lease_bytes(offer)
+            with _raises(LocalProtocolError, tokens_digest(chat.tokens).hex()):
+                provider.prefill(other)
+            _require((_other_bytes(offer), _lease_bytes(offer)) == before, "it wrote all the same")
+            _require(share.state is not ShareState.COMPLETE, "it is complete all the same")
+
+
+def provider_refuses_a_prompt_without_anything_new(harness: Harness) -> None:
+    """All that the sequence holds, or less."""
+    chat = _chat(harness)
+    for tokens in (chat.tokens, chat.tokens[:-1]):
+        with chat.offered(harness) as (share, offer), harness.provider(offer) as provider:
+            with _raises(LocalProtocolError):
+                provider.prefill(tokens)
+            _require(share.state is not ShareState.COMPLETE, "it is complete all the same")

@@ -36,7 +36,7 @@ from kvshare.errors import (
     SequenceInUseError,
 )
 from kvshare.layout import CacheLayout, Layout, RegionLayout, TensorLayout, canonical_json
-from kvshare.ledger import Ledger, LedgerRecord, LedgerState
+from kvshare.ledger import Ledger, LedgerPrefix, LedgerRecord, LedgerState
 from kvshare.provider import Offer
 from kvshare.wire import ShareState
 
@@ -116,6 +116,18 @@ class _Cells:
     first: int
     n: int
 
+    @property
+    def rows(self) -> slice:
+        return slice(self.first, self.first + self.n)
+
+
+@dataclass
+class _Sequence:
+    """What a sequence holds: its tokens, and the runs of cells where they lie."""
+
+    tokens: list[int]
+    cells: list[_Cells]
+
 
 class FakeShare:
     """A live offer of cells, as `kvshare.Share`."""
@@ -127,6 +139,8 @@ class FakeShare:
         ledger: Ledger,
         seq_id: int,
         n_tokens: int,
+        prefix: LedgerPrefix,
+        rows: bytes,
         deadline: float,
         t_us: float,
     ) -> None:
@@ -135,7 +149,10 @@ class FakeShare:
         self.share_id = header.share_id
         self.seq_id = seq_id
         self.n_tokens = n_tokens
+        self.n_prefix = prefix.n_tokens
         self.t_us = t_us
+        self._prefix = prefix
+        self._rows = rows  # digest of those of the prefix
         self._decoder = decoder
         self._deadline = deadline
         self._state = ShareState.ISSUED
@@ -203,7 +220,7 @@ class FakeShare:
         fds.wait_for_hangup(self._connection, deadline=deadline)
 
     def release(self) -> None:
-        """Give the lease back, and the memory with it if it was sent; idempotent."""
+        """Give the lease back, and the memory with it if it was sent; as `kvshare.Share.release`."""
         self._decoder._end(self, ShareState.RELEASED)
 
     def __enter__(self) -> FakeShare:
@@ -242,7 +259,7 @@ class FakeDecoder:
         self._semantics_text = canonical_json({"model": semantics}).decode()
         self._semantics = hashlib.sha256(self._semantics_text.encode()).hexdigest()
         self._region, self._mappings = self._fresh()
-        self._sequences: dict[int, _Cells] = {}
+        self._sequences: dict[int, _Sequence] = {}
         self._leases: dict[int, _Cells] = {}
         self._withheld: list[_Cells] = []  # of leases that ended while others went on
         self._shares: dict[int, FakeShare] = {}
@@ -255,8 +272,12 @@ class FakeDecoder:
 
     def n_past(self, seq_id: int = 0) -> int:
         """Return the number of positions that a sequence holds."""
-        cells = self._sequences.get(seq_id)
-        return cells.n if cells else 0
+        return len(self.tokens(seq_id))
+
+    def tokens(self, seq_id: int = 0) -> list[int]:
+        """Return the tokens that a sequence holds."""
+        held = self._sequences.get(seq_id)
+        return list(held.tokens) if held else []
 
     def clear(self, seq_id: int = 0) -> None:
         """Remove a sequence."""
@@ -268,44 +289,58 @@ class FakeDecoder:
         Its share, if it has one, cannot be adopted after this, as with a real decoder.
         """
         self._require_no_cells(seq_id)
-        cells = self._take(len(tokens))
+        self.extend(tokens, seq_id)
+
+    def extend(self, tokens: Sequence[int], seq_id: int = 0) -> None:
+        """Go on behind what a sequence holds, as a decoder does that generates.
+
+        Its share, if it has one, cannot be adopted after this, as with a real decoder.
+        """
+        self._require_sequence(seq_id)
+        n_past = self.n_past(seq_id)
+        whole = [*self.tokens(seq_id), *tokens]
+        cells = self._take(len(tokens), seq_id)
         for layer in self._views():
             for kind, view in (("k", layer.k), ("v", layer.v)):
                 assert view is not None
-                view[cells.first : cells.first + cells.n] = fake_rows(tokens, layer.il, kind, view.shape[1])
-        self._sequences[seq_id] = cells
+                view[cells.rows] = fake_rows(whole, layer.il, kind, view.shape[1])[n_past:]
+        self._hold(seq_id, whole, cells)
 
     def logits(self, seq_id: int = 0) -> bytes:
         """Return something that all rows of a sequence decide."""
-        cells = self._sequences.get(seq_id)
-        if cells is None:
+        if seq_id not in self._sequences:
             raise LocalProtocolError(f"sequence {seq_id} is empty")
-        digest = hashlib.sha256()
-        for layer in self._views():
-            for view in (layer.k, layer.v):
-                assert view is not None
-                digest.update(view[cells.first : cells.first + cells.n].tobytes())
-        return digest.digest()
+        return self._digest(seq_id, self.n_past(seq_id))
 
     def share(
         self,
         seq_id: int = 0,
         *,
         n_tokens: int | None = None,
+        prefix: Sequence[int] | None = None,
         expires_ms: int = DEFAULT_EXPIRES_MS,
         strict: bool = False,
     ) -> FakeShare:
-        """Take cells for an empty sequence and offer them; as `kvshare.Decoder.share`."""
+        """Take cells for an empty sequence, or behind what it holds; as `kvshare.Decoder.share`."""
         start = time.perf_counter_ns()
         if self._closed:
             raise LocalProtocolError("this decoder is closed")
         for share in list(self._shares.values()):
             _ = share.state  # looks at the clock
-        self._require_empty(seq_id)
+        self._require_no_lease(seq_id)
+        held = LedgerPrefix.of(prefix if prefix is not None else ())
+        if held.n_tokens == 0:
+            self._require_no_cells(seq_id)
+        elif held.n_tokens != self.n_past(seq_id):
+            raise SequenceInUseError(
+                f"the prefix has {held.n_tokens} tokens, sequence {seq_id} holds {self.n_past(seq_id)}"
+            )
         n_tokens = self.n_ctx_seq if n_tokens is None else n_tokens
-        cells = self._take(n_tokens)
+        if n_tokens <= held.n_tokens:
+            raise LocalProtocolError(f"n_tokens is {n_tokens}, the prefix has {held.n_tokens}")
+        cells = self._take(n_tokens - held.n_tokens, seq_id)
         share_id = 1 + secrets.randbelow(2**53 - 1)
-        ledger = Ledger.create(share_id, self.layout.digest(), self._semantics, capacity=1 << 16)
+        ledger = Ledger.create(share_id, self.layout.digest(), self._semantics, capacity=1 << 16, prefix=held)
         try:
             header = wire.ShareHeader(
                 share_id=share_id,
@@ -338,7 +373,8 @@ class FakeDecoder:
             raise
         deadline = time.monotonic() + expires_ms / 1000
         t_us = (time.perf_counter_ns() - start) / 1000
-        made = FakeShare(self, header, ledger, seq_id, n_tokens, deadline, t_us)
+        rows = self._digest(seq_id, held.n_tokens)
+        made = FakeShare(self, header, ledger, seq_id, n_tokens, held, rows, deadline, t_us)
         self._leases[seq_id] = cells
         self._shares[share_id] = made
         return made
@@ -368,6 +404,7 @@ class FakeDecoder:
             "layout": share.header.layout,
             "semantics": None if allow_other_semantics else share.header.semantics,
             "tokens": tokens,
+            "prefix": share._prefix,
         }
         if record.state in (LedgerState.ISSUED, LedgerState.FILLING):
             record.verify(**{**known, "semantics": None}, sample_digest=None)
@@ -377,19 +414,19 @@ class FakeDecoder:
             record = share.ledger.snapshot()
         try:
             record.verify(**known, sample_digest=None)
-            if share.seq_id in self._sequences:
-                raise SequenceInUseError(f"sequence {share.seq_id} changed since its cells were reserved")
-            if len(tokens) > cells.n:
-                raise LedgerDigestError(
-                    f"{len(tokens)} tokens are more than the {cells.n} cells of the lease"
-                )
-            sample = mapping.plain_sample(self.layout, self._mappings, cells.first, len(tokens))
+            self._require_unchanged(share)
+            n_new = len(tokens) - share.n_prefix
+            if n_new > cells.n:
+                raise LedgerDigestError(f"{n_new} tokens are more than the {cells.n} cells of the lease")
+            sample = mapping.plain_sample(self.layout, self._mappings, cells.first, n_new)
             record.verify(**known, sample_digest=sample)
+            if self._is_touched(share):
+                raise LedgerDigestError("the provider has changed the prefix")
         except BaseException:
             self._end(share, ShareState.FAILED)
             raise
         share._state = ShareState.ADOPTED
-        self._sequences[share.seq_id] = _Cells(cells.first, len(tokens))
+        self._hold(share.seq_id, tokens, _Cells(cells.first, n_new))
         self._forget(share)
         self._settle()
         return Adopted(
@@ -424,23 +461,58 @@ class FakeDecoder:
     def _views(self) -> list[mapping.LayerView]:
         return mapping.layer_views(self.layout, self._mappings)
 
-    def _require_no_cells(self, seq_id: int) -> None:
+    def _digest(self, seq_id: int, n_tokens: int) -> bytes:
+        """Return what the rows of the first tokens of a sequence decide, wherever they lie."""
+        digest = hashlib.sha256()
+        runs = self._sequences[seq_id].cells if n_tokens else []
+        for layer in self._views():
+            for view in (layer.k, layer.v):
+                assert view is not None
+                rows = b"".join(view[cells.rows].tobytes() for cells in runs)
+                digest.update(rows[: n_tokens * view[0].nbytes])
+        return digest.digest()
+
+    def _require_unchanged(self, share: FakeShare) -> None:
+        if self.n_past(share.seq_id) != share.n_prefix or not self._has_prefix(share):
+            raise SequenceInUseError(f"sequence {share.seq_id} changed since its cells were reserved")
+
+    def _has_prefix(self, share: FakeShare) -> bool:
+        """Whether a sequence begins with what it held when it was shared, as the decoder knows it."""
+        tokens = self.tokens(share.seq_id)[: share.n_prefix]
+        return LedgerPrefix.of(tokens) == share._prefix
+
+    def _is_touched(self, share: FakeShare) -> bool:
+        """Whether the bytes of the prefix are others than before."""
+        return self._has_prefix(share) and self._digest(share.seq_id, share.n_prefix) != share._rows
+
+    def _hold(self, seq_id: int, tokens: Sequence[int], cells: _Cells) -> None:
+        """Let a sequence hold these tokens, the last of them in these cells."""
+        before = self._sequences.get(seq_id)
+        self._sequences[seq_id] = _Sequence(list(tokens), [*(before.cells if before else ()), cells])
+
+    def _require_sequence(self, seq_id: int) -> None:
         if not 0 <= seq_id < self.n_seq_max:
             raise LocalProtocolError(f"sequence {seq_id} is out of range")
+
+    def _require_no_cells(self, seq_id: int) -> None:
+        self._require_sequence(seq_id)
         if seq_id in self._sequences:
             raise SequenceInUseError(f"sequence {seq_id} holds cells")
 
-    def _require_empty(self, seq_id: int) -> None:
-        self._require_no_cells(seq_id)
+    def _require_no_lease(self, seq_id: int) -> None:
+        self._require_sequence(seq_id)
         if seq_id in self._leases:
             raise SequenceInUseError(f"sequence {seq_id} has a share")
 
-    def _take(self, n: int) -> _Cells:
-        """Find free cells, at a multiple of 256 if there is room."""
+    def _take(self, n: int, seq_id: int) -> _Cells:
+        """Find free cells: behind the sequence, else at a multiple of 256 if there is room."""
         if not 0 < n <= self.n_ctx_seq:
             raise NoFreeCellsError(f"there are no {n} cells in a cache of {self.n_ctx_seq}")
-        taken = [*self._sequences.values(), *self._leases.values(), *self._withheld]
-        for first in (*range(0, self.n_ctx_seq, _ALIGNMENT), *range(self.n_ctx_seq)):
+        runs = [cells for held in self._sequences.values() for cells in held.cells]
+        taken = [*runs, *self._leases.values(), *self._withheld]
+        held = self._sequences.get(seq_id)
+        behind = [held.cells[-1].rows.stop] if held else []
+        for first in (*behind, *range(0, self.n_ctx_seq, _ALIGNMENT), *range(self.n_ctx_seq)):
             if first + n <= self.n_ctx_seq and all(
                 first + n <= each.first or each.first + each.n <= first for each in taken
             ):
@@ -451,6 +523,8 @@ class FakeDecoder:
         if not share._state.live:
             return
         share._state = state
+        if self._is_touched(share):
+            self.clear(share.seq_id)
         if share._sent:
             self._withheld.append(self._leases[share.seq_id])
         self._forget(share)
@@ -462,11 +536,10 @@ class FakeDecoder:
             return
         region, mappings = self._fresh()
         for old, new in zip(self._views(), mapping.layer_views(self.layout, mappings), strict=True):
-            for cells in self._sequences.values():
-                rows = slice(cells.first, cells.first + cells.n)
-                new.k[rows] = old.k[rows]
+            for cells in (cells for held in self._sequences.values() for cells in held.cells):
+                new.k[cells.rows] = old.k[cells.rows]
                 if old.v is not None and new.v is not None:
-                    new.v[rows] = old.v[rows]
+                    new.v[cells.rows] = old.v[cells.rows]
         del old, new
         self._drop_memory()
         self._region, self._mappings = region, mappings
@@ -498,6 +571,7 @@ class FakeProvider:
 
     Attributes:
         offer: what it serves; stays the caller's.
+        n_prefilled: tokens whose rows the last prefill wrote: those behind the prefix.
         before_complete: hook, called with the provider when all rows are written and the ledger is
             still filling: change memory or the ledger there, raise, or sleep.
         before_rows: hook, called with the provider and the number of rows that are done, before each
@@ -517,35 +591,40 @@ class FakeProvider:
         self.before_rows = before_rows
         self.before_complete = before_complete
         self.tokens: list[int] = []
+        self.n_prefilled = 0
 
     def prefill(self, tokens: Sequence[int], *, progress: Callable[[int], None] | None = None) -> None:
-        """Write the rows of all tokens; the watermark follows.
+        """Write the rows of all tokens behind the prefix; the watermark follows.
 
         Raises:
-            LocalProtocolError: more tokens than the lease has cells.
+            LocalProtocolError: more tokens than the lease has cells, or they do not begin with the prefix.
         """
+        prefix = self.offer.ledger.prefix
+        prefix.require_start_of(tokens)
+        n_prefix, n_new = prefix.n_tokens, len(tokens) - prefix.n_tokens
         ((first, last),) = self.offer.header.cells[0]
-        if len(tokens) > last - first:
-            raise LocalProtocolError(f"{len(tokens)} tokens do not fit into a lease of {last - first} cells")
+        if n_new > last - first:
+            raise LocalProtocolError(f"{n_new} tokens do not fit into a lease of {last - first} cells")
         self.tokens = list(tokens)
-        self.offer.ledger.begin()
+        self.offer.ledger.begin(prefix_sha256=prefix.sha256)
         views = self.offer.views()
         rows = {
-            (layer.il, kind): fake_rows(tokens, layer.il, kind, layer.k.shape[1])
+            (layer.il, kind): fake_rows(tokens, layer.il, kind, layer.k.shape[1])[n_prefix:]
             for layer in views
             for kind in "kv"
         }
-        for start in range(0, len(tokens), self.step):
+        for start in range(0, n_new, self.step):
             if self.before_rows:
                 self.before_rows(self, start)
-            end = min(start + self.step, len(tokens))
+            end = min(start + self.step, n_new)
             for layer in views:
                 for kind, view in (("k", layer.k), ("v", layer.v)):
                     if view is not None:
                         view[first + start : first + end] = rows[layer.il, kind][start:end]
-            self.offer.ledger.advance(end)
+            self.offer.ledger.advance(n_prefix + end)
             if progress:
-                progress(end)
+                progress(n_prefix + end)
+        self.n_prefilled = n_new
 
     def publish(self) -> None:
         """Vouch for what was written."""

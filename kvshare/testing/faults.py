@@ -29,6 +29,8 @@ LEDGER_FIELDS: dict[str, tuple[int, int]] = {
     "sample_digest": (152, 32),
     "blob_offset": (184, 8),
     "blob_size": (192, 8),
+    "n_prefix": (456, 8),
+    "prefix_sha256": (464, 32),
 }
 """Offset and size in bytes of the fields that a reader of a complete ledger looks at."""
 

@@ -8,8 +8,8 @@ dies or does not answer is a failure of the input that it has; the fuzzer goes o
 
 - `header`: any bytes into `wire.decode`. Only a `RemoteProtocolError` may come out; what is accepted
   encodes to something that decodes to the same.
-- `ledger`: any bytes in a memfd into `Ledger.open`, `snapshot` and `verify`. Only the errors that these
-  name may come out; what is accepted vouches for everything, read a second time in another way.
+- `ledger`: any bytes in a memfd into `Ledger.open`, `snapshot`, `prefix` and `verify`. Only the errors
+  that these name may come out; what is accepted vouches for everything, read a second time in another way.
 - `blob`: any metadata into `llama_kv_share_adopt` of a real context. A refusal leaves the sequence
   empty and all else as it was; an adoption gives the state of the blob that was not mutated. See
   `fuzz_blob`.
@@ -54,7 +54,7 @@ from typing import IO, Any, Protocol
 
 from kvshare import fds, wire
 from kvshare.errors import DescriptorError, LedgerError, RemoteProtocolError, ReplayError
-from kvshare.ledger import HEADER_NBYTES, Ledger, LedgerState, tokens_digest
+from kvshare.ledger import HEADER_NBYTES, Ledger, LedgerPrefix, LedgerState, tokens_digest
 from kvshare.testing.faults import LEDGER_FIELDS
 
 DEADLINE_S = 20.0
@@ -416,6 +416,32 @@ class HeaderCheck:
             wire.Progress(share_id=1, n_filled=1, n_tokens=3),
             wire.Outcome(share_id=1, ok=True),
             wire.Outcome(share_id=1, ok=False, error="it failed"),
+            wire.FrozenHeader(
+                name="system-prompt_1.0",
+                prefix_id=1,
+                n_tokens=3,
+                layout=digest,
+                semantics=digest,
+                params={"n_ctx": 4096},
+                regions=regions,
+                ledger=wire.LedgerEntry(fd=1, size=4096),
+                tokens=wire.LedgerEntry(fd=2, size=12),
+            ),
+            wire.PrefixRequest(op="get", name="system-prompt_1.0"),
+            wire.PrefixRequest(op="list"),
+            wire.PrefixList(
+                prefixes=(
+                    wire.PrefixEntry(
+                        name="a",
+                        prefix_id=1,
+                        n_tokens=3,
+                        nbytes=4096,
+                        layout=digest,
+                        semantics=digest,
+                        n_reads=0,
+                    ),
+                )
+            ),
         ]
         return [wire.encode(message) for message in messages]
 
@@ -427,7 +453,7 @@ class HeaderCheck:
         again = wire.decode(wire.encode(message))
         if again != message:
             raise Finding(f"decodes to {message!r}, and again to {again!r}"[:500])
-        if isinstance(message, wire.ShareHeader):
+        if isinstance(message, (wire.ShareHeader, wire.FrozenHeader)):
             with contextlib.suppress(DescriptorError):
                 wire.check_descriptors(message, 2)
         return type(message).__name__
@@ -487,10 +513,11 @@ _SEMANTICS = hashlib.sha256(b"semantics").hexdigest()
 _SAMPLE = hashlib.sha256(b"sample").digest()
 _SHARE_ID = (1 << 52) + 12345
 _TOKENS = (1, 22, 333)
+_PREFIX = LedgerPrefix.of(_TOKENS[:1], b"metadata")  # that the sequence held, in some of the ledgers
 
 
 class LedgerCheck:
-    """`Ledger.open`, `snapshot` and `verify`."""
+    """`Ledger.open`, `snapshot`, `prefix` and `verify`."""
 
     def seeds(self) -> list[bytes]:
         found = []
@@ -504,6 +531,11 @@ class LedgerCheck:
                 if state is LedgerState.FAILED:
                     ledger.fail("it failed")
                 found.append(os.pread(ledger.fileno(), 2048, 0))
+        with Ledger.create(_SHARE_ID, _LAYOUT, _SEMANTICS, capacity=1024, prefix=_PREFIX) as ledger:
+            ledger.begin()
+            ledger.advance(len(_TOKENS))
+            ledger.complete(tokens_digest(_TOKENS), len(_TOKENS), _SAMPLE, b"metadata" * 8)
+            found.append(os.pread(ledger.fileno(), 2048, 0))
         return found
 
     def __call__(self, data: bytes) -> str:
@@ -514,12 +546,14 @@ class LedgerCheck:
             try:
                 with Ledger.open(fds.OwnedFd(os.dup(memfd.fileno())), len(data)) as ledger:
                     record = ledger.snapshot()
+                    n_prefix = ledger.prefix.n_tokens
                     record.verify(
                         share_id=_SHARE_ID,
                         layout=_LAYOUT,
                         semantics=_SEMANTICS,
                         tokens=_TOKENS,
                         sample_digest=_SAMPLE,
+                        prefix=_PREFIX if n_prefix else None,
                     )
             except (LedgerError, ReplayError) as error:
                 return type(error).__name__
@@ -558,6 +592,9 @@ class LedgerCheck:
                 "sample_digest": raw["sample_digest"] == _SAMPLE,
                 "blob_offset": not has_blob or start >= number["header_size"],
                 "blob_size": not has_blob or end <= len(data),
+                "n_prefix": number["n_prefix"] in (0, 1),
+                "prefix_sha256": raw["prefix_sha256"]
+                == (hashlib.sha256(struct.pack("<i", 1)).digest() if number["n_prefix"] else bytes(32)),
                 "blob": blob == (data[start:end] if has_blob else b""),
             }.items()
             if not right

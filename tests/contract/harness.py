@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from typing import Any
 
 from kvshare import Context, Decoder, Model, Offer, Provider, wire
@@ -26,10 +27,26 @@ class FakeHarness:
         found: bytes = self.decoder.logits(seq_id)
         return found
 
-    def expected(self, tokens: Sequence[int], seq_id: int, header: wire.ShareHeader) -> bytes:
+    def go_on(self, seq_id: int, tokens: Sequence[int]) -> None:
+        self.decoder.extend(tokens, seq_id)
+
+    def n_past(self, seq_id: int) -> int:
+        found: int = self.decoder.n_past(seq_id)
+        return found
+
+    def expected(
+        self, tokens: Sequence[int], seq_id: int, header: wire.ShareHeader, *, cuts: Sequence[int] = ()
+    ) -> bytes:
         with FakeDecoder() as local:
             local.prefill(tokens)
             return local.logits()
+
+    def touch(self, seq_id: int, offer: Offer) -> None:
+        for layer in offer.views():
+            for view in (layer.k, layer.v):
+                assert view is not None
+                for cells in self.decoder._sequences[seq_id].cells:
+                    view[cells.rows] += 1
 
     def clear(self, seq_id: int) -> None:
         self.decoder.clear(seq_id)
@@ -69,14 +86,26 @@ class NativeHarness:
     def answer(self, seq_id: int) -> bytes:
         return self._next(self.decoder.context, seq_id)
 
-    def expected(self, tokens: Sequence[int], seq_id: int, header: wire.ShareHeader) -> bytes:
+    def go_on(self, seq_id: int, tokens: Sequence[int]) -> None:
+        n_past = self.n_past(seq_id)
+        for i, token in enumerate(tokens):
+            self.decoder.context.decode([token], position=n_past + i, seq_id=seq_id)
+
+    def n_past(self, seq_id: int) -> int:
+        found: int = self.decoder.context.n_past(seq_id)
+        return found
+
+    def expected(
+        self, tokens: Sequence[int], seq_id: int, header: wire.ShareHeader, *, cuts: Sequence[int] = ()
+    ) -> bytes:
         from kvshare._native import signatures
 
         ranges = [signatures.Range(i, a, b) for i, cache in enumerate(header.cells) for a, b in cache]
         lease = (signatures.Range * len(ranges))(*ranges)
         with Context.create(self.model, **self.params) as local:
             local.library.lib.llama_kv_share_confine(local.handle, seq_id, lease, len(lease))
-            local.decode(tokens, position=0, seq_id=seq_id)
+            for start, end in pairwise((0, *cuts, len(tokens))):
+                local.decode(tokens[start:end], position=start, seq_id=seq_id)
             return self._next(local, seq_id)
 
     def _next(self, context: Context, seq_id: int) -> bytes:
@@ -92,6 +121,14 @@ class NativeHarness:
         context.library.llama.llama_memory_seq_rm(context.memory, seq_id, n_past, -1)
         context.library.lib.llama_kv_share_confine(context.handle, seq_id, None, 0)
         return logits
+
+    def touch(self, seq_id: int, offer: Offer) -> None:
+        ((first, last),) = offer.header.cells[0]  # all else is the sequence's, or free
+        for layer in offer.views():
+            for view in (layer.k, layer.v):
+                assert view is not None
+                view[:first] += 1
+                view[last:] += 1
 
     def clear(self, seq_id: int) -> None:
         self.decoder.context.clear(seq_id)

@@ -164,12 +164,12 @@ def test_another_abi(decoder: Decoder, provider: ProviderProcess, tiny_path: Pat
     """A header as a decoder of a later ABI sends it, right in itself."""
 
     def change(header: ShareHeader) -> ShareHeader:
-        layout = dataclasses.replace(decoder.layout, abi=2)
-        return dataclasses.replace(header, layout=layout.digest(), params={**header.params, "abi": 2})
+        layout = dataclasses.replace(decoder.layout, abi=3)
+        return dataclasses.replace(header, layout=layout.digest(), params={**header.params, "abi": 3})
 
     answer = refused(decoder, provider, tiny_path, change=change)
     assert answer["error"] == "LayoutMismatchError"
-    assert (answer["field"], answer["expected"], answer["found"]) == ("abi", 2, 1)
+    assert (answer["field"], answer["expected"], answer["found"]) == ("abi", 3, 2)
     assert_still_shares(decoder, provider, tiny_path, PARAMS)
 
 

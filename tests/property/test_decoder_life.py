@@ -1,6 +1,7 @@
 """A state machine over the life of shares: the fake decoder and a model of plain variables, in lockstep.
 
 Several slots, each with requests of its own, a share and a provider; a clock; restarts of the decoder.
+A slot that holds something is shared as well: its provider goes on behind that.
 `tests/native/test_decoder_life.py` lets a real decoder go the same way step by step: the two agree on
 every outcome then, error type for error type.
 """
@@ -29,6 +30,7 @@ from tests.contract.harness import FakeHarness
 
 N_SEQ = 3
 N_LEASE = 24
+N_LONGEST = 150  # tokens of a sequence that is shared once more
 PROMPTS = [[1 + 7 * i % 90 for i in range(n)] for n in (1, 7, N_LEASE)] + [[5] * 7]
 
 # Hours. Steps of the clock are whole ones and lifetimes are not, so that it does not matter how long the
@@ -37,6 +39,7 @@ STEPS = (4, 31, 101)
 LIFETIMES = (29.5, 99.5)
 TICK_S = 600.0  # of the clock of the machine: thirty are less than the longest life of a share
 
+MISHAPS = st.sampled_from(["", "", "touch", "go on", "clear"])
 MOSTLY = st.sampled_from([True, True, True, False])  # so that walks get far
 
 # what a share that lives is, by what its ledger says; a failure is noticed when it is adopted
@@ -55,6 +58,9 @@ class Slots(Harness, Protocol):
 
     def content(self, seq_id: int) -> bytes:
         """Return what tells whether a sequence has changed; nothing if it is empty."""
+
+    def touch(self, seq_id: int, offer: Offer) -> None:
+        """Change, as its provider, what a sequence held before its share, and nothing that others hold."""
 
 
 class FakeSlots(FakeHarness):
@@ -97,10 +103,12 @@ class Side:
         self.peers: dict[int, Peer] = {}
         self.sockets: dict[int, socket.socket] = {}  # the decoder's ends
         self.contents: dict[int, bytes] = {}
+        self.first: dict[int, wire.ShareHeader] = {}  # of the share that a sequence began with
         self.old: list[Any] = []
 
-    def share(self, seq_id: int, expires_ms: int) -> None:
-        share = self.slots.decoder.share(seq_id, n_tokens=N_LEASE, expires_ms=expires_ms)
+    def share(self, seq_id: int, expires_ms: int, prefix: Sequence[int] = ()) -> None:
+        n_tokens = len(prefix) + N_LEASE
+        share = self.slots.decoder.share(seq_id, prefix=prefix, n_tokens=n_tokens, expires_ms=expires_ms)
         self.drop(seq_id)
         if seq_id in self.shares:
             self.old.append(self.shares[seq_id])
@@ -142,8 +150,11 @@ class Side:
         self.shares[seq_id].wait(deadline=time.monotonic() + patience_s)
 
     def adopt(self, seq_id: int, tokens: list[int]) -> None:
-        assert self.slots.decoder.adopt(self.shares[seq_id], tokens).n_adopted == len(tokens)
+        share = self.shares[seq_id]
+        assert self.slots.decoder.adopt(share, tokens).n_adopted == len(tokens)
         self.contents[seq_id] = self.slots.content(seq_id)
+        if share.n_prefix == 0:
+            self.first[seq_id] = share.header
 
     def adopt_elsewhere(self, seq_id: int, tokens: list[int]) -> None:
         if self.stranger is None:
@@ -155,6 +166,14 @@ class Side:
 
     def request(self, seq_id: int, tokens: list[int]) -> None:
         self.slots.request(seq_id, tokens)
+        self.contents[seq_id] = self.slots.content(seq_id)
+
+    def go_on(self, seq_id: int, tokens: list[int]) -> None:
+        self.slots.go_on(seq_id, tokens)
+        self.contents[seq_id] = self.slots.content(seq_id)
+
+    def touch(self, seq_id: int) -> None:
+        self.slots.touch(seq_id, self.peers[seq_id].offer)
         self.contents[seq_id] = self.slots.content(seq_id)
 
     def clear(self, seq_id: int) -> None:
@@ -198,7 +217,9 @@ class Known:
         sent: whether a provider has received it.
         peer: whether that provider is there.
         ledger: what the provider wrote.
-        filled: the tokens that it prefilled.
+        prefix: what the sequence held when it was shared.
+        touched: whether the provider has written over that.
+        filled: the tokens that it prefilled, behind those.
         said: what it told over the connection and nobody has read.
     """
 
@@ -207,6 +228,8 @@ class Known:
     sent: bool = False
     peer: bool = False
     ledger: LedgerState = LedgerState.ISSUED
+    prefix: list[int] = field(default_factory=list)
+    touched: bool = False
     filled: list[int] | None = None
     said: list[bool] = field(default_factory=list)
 
@@ -243,7 +266,7 @@ class DecoderLife(RuleBasedStateMachine):
         super().__init__()
         self.shares: dict[int, Known] = {}  # the last one of each sequence
         self.held: dict[int, list[int]] = {}
-        self.adopted: set[int] = set()  # those of the held ones that came by a share
+        self.cuts: dict[int, list[int]] = {}  # where decode calls began, of those that came by a share
         self.old: list[str] = []  # what each older share gives who adopts it
         self.n_steps = 0  # of this decoder
         self.now = 0.0
@@ -278,26 +301,76 @@ class DecoderLife(RuleBasedStateMachine):
         """Let a share look at the clock."""
         known = self.shares[seq_id]
         if known.state.live and self.now > known.deadline:
-            known.state = ShareState.EXPIRED
+            self.end(seq_id, ShareState.EXPIRED)
         return known
+
+    def end(self, seq_id: int, state: ShareState) -> None:
+        """A share ends without being adopted: the sequence stays, unless its provider has changed it."""
+        known = self.shares[seq_id]
+        known.state = state
+        if known.touched and self.held.get(seq_id, [])[: len(known.prefix)] == known.prefix:
+            self.drop(seq_id)
+
+    def drop(self, seq_id: int) -> None:
+        """A sequence is empty now."""
+        del self.held[seq_id]
+        self.cuts.pop(seq_id, None)
+        for side in self.sides:
+            side.contents.pop(seq_id, None)
 
     # -- the decoder --
 
-    @rule(data=st.data(), of_free=MOSTLY, lifetime=st.sampled_from(LIFETIMES), sent=MOSTLY)
-    def share(self, data: st.DataObject, of_free: bool, lifetime: float, sent: bool) -> None:
+    @rule(
+        data=st.data(),
+        of_free=MOSTLY,
+        behind=st.booleans(),
+        lifetime=st.sampled_from(LIFETIMES),
+        sent=MOSTLY,
+    )
+    def share(self, data: st.DataObject, of_free: bool, behind: bool, lifetime: float, sent: bool) -> None:
+        """Of an empty sequence, or behind what one holds."""
         self.tick()
         live = {seq_id for seq_id in self.shares if self.expire(seq_id).state.live}
-        free = [seq_id for seq_id in range(N_SEQ) if seq_id not in live and seq_id not in self.held]
+        idle = [seq_id for seq_id in range(N_SEQ) if seq_id not in live]
+        free = [seq_id for seq_id in idle if (seq_id in self.held) == behind]
         seq_id = data.draw(st.sampled_from((of_free and free) or range(N_SEQ)))
-        busy = seq_id not in free
-        outcome = self.all(lambda side: side.share(seq_id, int(lifetime * TICK_S * 1000)))
+        prefix = self.held.get(seq_id, []) if behind else []
+        busy = seq_id in live or (not behind and seq_id in self.held)
+        self.share_in(seq_id, prefix, lifetime, busy=busy)
+        if sent and not busy:
+            self.send_to(seq_id, gone=False)
+
+    def share_in(self, seq_id: int, prefix: list[int], lifetime: float, *, busy: bool = False) -> None:
+        outcome = self.all(lambda side: side.share(seq_id, int(lifetime * TICK_S * 1000), prefix))
         assert outcome == ("SequenceInUseError" if busy else "ok")
         if not busy:
             if seq_id in self.shares:
                 self.old.append(self.shares[seq_id].replay)
-            self.shares[seq_id] = Known(self.now + lifetime)
-            if sent:
-                self.send_to(seq_id, gone=False)
+            self.shares[seq_id] = Known(self.now + lifetime, prefix=prefix)
+
+    @precondition(lambda self: not self.which(lambda known: known.state.live))
+    @rule(data=st.data(), tokens=st.sampled_from(PROMPTS), mishap=MISHAPS)
+    def turn(self, data: st.DataObject, tokens: list[int], mishap: str) -> None:
+        """A whole handoff behind what a sequence holds, if it holds something, and an answer."""
+        self.tick()
+        seq_id = data.draw(st.sampled_from(range(N_SEQ)))
+        prefix = self.held.get(seq_id, [])
+        if len(prefix) > N_LONGEST:
+            return
+        self.share_in(seq_id, prefix, LIFETIMES[0])
+        self.send_to(seq_id, gone=False)
+        self.fill_for(seq_id, prefix + tokens)
+        if mishap == "touch" and prefix:
+            self.touch_in(seq_id)
+        self.publish_for(seq_id)
+        if mishap == "go on" and prefix:
+            self.go_on_in(seq_id, PROMPTS[0])
+        elif mishap == "clear" and prefix:
+            assert self.all(lambda side: side.clear(seq_id)) == "ok"
+            self.drop(seq_id)
+        self.adopt_from(seq_id, prefix + tokens)
+        if seq_id in self.held:
+            self.go_on_in(seq_id, PROMPTS[1])
 
     @precondition(lambda self: self.shares)
     @rule(data=st.data(), again=st.booleans(), gone=st.booleans())
@@ -343,10 +416,12 @@ class DecoderLife(RuleBasedStateMachine):
         self.adopt_from(seq_id, self.shares[seq_id].filled or [])
 
     @precondition(lambda self: self.shares)
-    @rule(data=st.data(), tokens=st.sampled_from(PROMPTS), elsewhere=st.booleans())
-    def adopt_anything(self, data: st.DataObject, tokens: list[int], elsewhere: bool) -> None:
+    @rule(data=st.data(), tokens=st.sampled_from(PROMPTS), behind=MOSTLY, elsewhere=st.booleans())
+    def adopt_anything(self, data: st.DataObject, tokens: list[int], behind: bool, elsewhere: bool) -> None:
         """By another decoder with the same model first, perhaps, which changes nothing."""
         seq_id = data.draw(st.sampled_from(self.which()))
+        if behind:
+            tokens = self.shares[seq_id].prefix + tokens
         if elsewhere:
             assert self.all(lambda side: side.adopt_elsewhere(seq_id, tokens)) == "ReplayError"
         self.adopt_from(seq_id, tokens)
@@ -360,19 +435,25 @@ class DecoderLife(RuleBasedStateMachine):
         elif known.ledger is not LedgerState.COMPLETE:
             assert outcome == "LedgerIncompleteError"
             if known.ledger is LedgerState.FAILED:
-                known.state = ShareState.FAILED  # else it lives on
+                self.end(seq_id, ShareState.FAILED)  # else it lives on
         elif tokens != known.filled:
             same_length = known.filled is not None and len(tokens) == len(known.filled)
             assert outcome == ("LedgerDigestError" if same_length else "LedgerIncompleteError")
-            known.state = ShareState.FAILED
-        elif seq_id in self.held:
+            self.end(seq_id, ShareState.FAILED)
+        elif self.held.get(seq_id, []) != known.prefix:
             assert outcome == "SequenceInUseError"
-            known.state = ShareState.FAILED
+            self.end(seq_id, ShareState.FAILED)
+        elif known.touched:
+            assert outcome == "LedgerDigestError"
+            self.end(seq_id, ShareState.FAILED)
         else:
             assert outcome == "ok"
             known.state = ShareState.ADOPTED
             self.held[seq_id] = tokens
-            self.adopted.add(seq_id)
+            if not known.prefix:
+                self.cuts[seq_id] = []
+            elif seq_id in self.cuts:
+                self.cuts[seq_id].append(len(known.prefix))
 
     @precondition(lambda self: len(self.which(lambda known: known.state.live)) > 1)
     @rule(data=st.data())
@@ -382,7 +463,7 @@ class DecoderLife(RuleBasedStateMachine):
         self.tick()
         assert self.all(lambda side: side.release(seq_id)) == "ok"
         if self.shares[seq_id].state.live:
-            self.shares[seq_id].state = ShareState.RELEASED
+            self.end(seq_id, ShareState.RELEASED)
 
     @precondition(lambda self: self.n_steps >= 20)
     @rule()
@@ -397,7 +478,7 @@ class DecoderLife(RuleBasedStateMachine):
         self.old = ["ReplayError"] * (len(self.old) + len(self.shares))
         self.shares.clear()
         self.held.clear()
-        self.adopted.clear()
+        self.cuts.clear()
         self.n_steps = 0
 
     @precondition(lambda self: self.old and self.shares)
@@ -417,11 +498,14 @@ class DecoderLife(RuleBasedStateMachine):
     @rule(data=st.data(), tokens=st.sampled_from(PROMPTS), whole=MOSTLY)
     def fill(self, data: st.DataObject, tokens: list[int], whole: bool) -> None:
         seq_id = data.draw(st.sampled_from(self.which(lambda known: known.may_fill)))
+        self.fill_for(seq_id, self.shares[seq_id].prefix + tokens)
+        if whole:
+            self.publish_for(seq_id)
+
+    def fill_for(self, seq_id: int, tokens: list[int]) -> None:
         assert self.all(lambda side: side.fill(seq_id, tokens)) == "ok"
         self.shares[seq_id].write(LedgerState.FILLING)
         self.shares[seq_id].filled = tokens
-        if whole:
-            self.publish_for(seq_id)
 
     @precondition(lambda self: self.which(lambda known: known.may_publish))
     @rule(data=st.data())
@@ -451,6 +535,21 @@ class DecoderLife(RuleBasedStateMachine):
             assert self.all(lambda side: side.say(seq_id, ok=ok)) == "ok"
             known.said.append(ok)
 
+    @precondition(lambda self: self.touchable())
+    @rule(data=st.data())
+    def touch(self, data: st.DataObject) -> None:
+        """A provider writes over what the sequence held before its share."""
+        self.touch_in(data.draw(st.sampled_from(self.touchable())))
+
+    def touch_in(self, seq_id: int) -> None:
+        assert self.all(lambda side: side.touch(seq_id)) == "ok"
+        self.shares[seq_id].touched = True
+        self.cuts.pop(seq_id, None)  # it answers otherwise now
+
+    def touchable(self) -> list[int]:
+        live = self.which(lambda known: known.peer and known.state.live and bool(known.prefix))
+        return [seq_id for seq_id in live if self.held.get(seq_id) == self.shares[seq_id].prefix]
+
     # -- everybody else --
 
     @precondition(lambda self: self.which(lambda known: known.state.live))
@@ -467,7 +566,11 @@ class DecoderLife(RuleBasedStateMachine):
     @rule(data=st.data(), tokens=st.sampled_from(PROMPTS), between=st.booleans())
     def request(self, data: st.DataObject, tokens: list[int], between: bool) -> None:
         """A request goes to an empty slot, also to one that is shared."""
-        empty = [seq_id for seq_id in range(N_SEQ) if seq_id not in self.held]
+        # what a provider has touched, and what takes its place, cannot be told apart by tokens
+        touched = self.which(lambda known: known.state.live and known.touched)
+        empty = [seq_id for seq_id in range(N_SEQ) if seq_id not in self.held and seq_id not in touched]
+        if not empty:
+            return
         shared = [seq_id for seq_id in self.which(lambda known: known.state.live) if seq_id in empty]
         self.request_in(data.draw(st.sampled_from((between and shared) or empty)), tokens)
 
@@ -475,22 +578,43 @@ class DecoderLife(RuleBasedStateMachine):
         assert self.all(lambda side: side.request(seq_id, tokens)) == "ok"
         self.held[seq_id] = tokens
 
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), tokens=st.sampled_from(PROMPTS[:2]))
+    def go_on(self, data: st.DataObject, tokens: list[int]) -> None:
+        """A decoder answers, also behind what is shared: nobody adopts that share then."""
+        seq_id = data.draw(st.sampled_from(sorted(self.held)))
+        self.tick()
+        self.go_on_in(seq_id, tokens)
+
+    def go_on_in(self, seq_id: int, tokens: list[int]) -> None:
+        shared = seq_id in self.shares and self.expire(seq_id).state.live
+        if seq_id not in self.held:
+            return  # that was the end of a share whose provider had changed it
+        assert self.all(lambda side: side.go_on(seq_id, tokens)) == "ok"
+        n_past = len(self.held[seq_id])
+        self.held[seq_id] = self.held[seq_id] + tokens
+        if shared:  # not where a local run goes on
+            self.cuts.pop(seq_id, None)
+        elif seq_id in self.cuts:
+            self.cuts[seq_id] += range(n_past, n_past + len(tokens))
+
     @precondition(lambda self: len(self.held) > 1)
     @rule(data=st.data())
     def clear(self, data: st.DataObject) -> None:
         """Which leaves a share and its cells alone."""
         seq_id = data.draw(st.sampled_from(sorted(self.held)))
         assert self.all(lambda side: side.clear(seq_id)) == "ok"
-        del self.held[seq_id]
-        self.adopted.discard(seq_id)
+        self.drop(seq_id)
 
-    @precondition(lambda self: self.adopted)
+    @precondition(lambda self: self.cuts)
     @rule(data=st.data())
     def answer(self, data: st.DataObject) -> None:
         """What was adopted answers as a local prefill at the same place does."""
-        seq_id = data.draw(st.sampled_from(sorted(self.adopted)))
+        seq_id = data.draw(st.sampled_from(sorted(self.cuts)))
         for side in self.sides:
-            expected = side.slots.expected(self.held[seq_id], seq_id, side.shares[seq_id].header)
+            expected = side.slots.expected(
+                self.held[seq_id], seq_id, side.first[seq_id], cuts=self.cuts[seq_id]
+            )
             assert side.slots.answer(seq_id) == expected
 
     # -- after each step --

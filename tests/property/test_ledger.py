@@ -12,15 +12,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvshare import errors, fds
-from kvshare.ledger import HEADER_NBYTES, Ledger, LedgerState, tokens_digest
+from kvshare.ledger import HEADER_NBYTES, Ledger, LedgerPrefix, LedgerState, tokens_digest
 
 LAYOUT = hashlib.sha256(b"layout").hexdigest()
 SEMANTICS = hashlib.sha256(b"semantics").hexdigest()
 SAMPLE = hashlib.sha256(b"rows").digest()
 TOKENS = [1, 22, 333]
 
-# Fields that a reader ignores: flags, what only state failed has, reserved.
-IGNORED = frozenset([*range(92, 96), *range(200, 512)])
+# Fields that a decoder ignores: flags, what only state failed has, where the prefix lies.
+IGNORED = frozenset([*range(92, 96), *range(200, 456), *range(496, 512)])
+FIELDS = (*range(184), *range(456, 512))
 
 share_ids = st.integers(1, (1 << 53) - 1)
 digests = st.binary(min_size=32, max_size=32)
@@ -46,7 +47,7 @@ def adopt(ledger: Ledger, share_id: int = 1) -> None:
     )
 
 
-@given(share_ids, digests, digests, tokens_lists, digests, st.binary(max_size=2000), st.data())
+@given(share_ids, digests, digests, tokens_lists, digests, st.binary(max_size=2000), st.binary(), st.data())
 def test_round_trip(
     ledger: Ledger,
     share_id: int,
@@ -55,23 +56,29 @@ def test_round_trip(
     tokens: list[int],
     sample: bytes,
     blob: bytes,
+    metadata: bytes,
     data: st.DataObject,
 ) -> None:
-    ledger.reissue(share_id, layout.hex(), semantics.hex())
+    n_prefix = data.draw(st.integers(0, len(tokens) - 1))
+    prefix = LedgerPrefix.of(tokens[:n_prefix], metadata)
+    ledger.reissue(share_id, layout.hex(), semantics.hex(), prefix=prefix)
+    assert ledger.prefix == prefix
     ledger.begin()
-    watermarks = data.draw(st.lists(st.integers(0, len(tokens)), max_size=5).map(sorted))
+    watermarks = data.draw(st.lists(st.integers(n_prefix, len(tokens)), max_size=5).map(sorted))
     for n_filled in [*watermarks, len(tokens)]:
         ledger.advance(n_filled)
         assert ledger.snapshot().n_filled == n_filled
     ledger.complete(tokens_digest(tokens), len(tokens), sample, blob)
     record = ledger.snapshot()
     assert (record.state, record.blob) == (LedgerState.COMPLETE, blob)
+    assert ledger.prefix == prefix
     record.verify(
         share_id=share_id,
         layout=layout.hex(),
         semantics=semantics.hex(),
         tokens=tokens,
         sample_digest=sample,
+        prefix=prefix,
     )
 
 
@@ -91,12 +98,12 @@ def test_any_header(ledger: Ledger, header: bytes, n_kept: int) -> None:
     else:
         # Only where the blob lies is not vouched for twice; the native side checks what is in it.
         with ledger.view() as view:
-            assert all(good[i] == view[i] for i in range(16, 184) if i not in IGNORED)
+            assert all(good[i] == view[i] for i in FIELDS if i >= 16 and i not in IGNORED)
     with fds.OwnedFd(os.dup(ledger.fileno())) as fd, contextlib.suppress(errors.LedgerError):
         Ledger.open(fd, ledger.size).close()
 
 
-@given(st.sampled_from([i for i in range(184) if i not in IGNORED]), st.integers(1, 255))
+@given(st.sampled_from([i for i in FIELDS if i not in IGNORED]), st.integers(1, 255))
 @example(at=12, flip=1)
 def test_one_flipped_byte_is_refused(ledger: Ledger, at: int, flip: int) -> None:
     filled(ledger, 1, TOKENS, b"")

@@ -75,7 +75,44 @@ jobs = st.builds(
 outcomes = st.builds(wire.Outcome, share_id=share_ids, ok=st.just(True)) | st.builds(
     wire.Outcome, share_id=share_ids, ok=st.just(False), error=texts
 )
-messages = headers() | jobs | progresses() | outcomes
+names = st.from_regex("[A-Za-z0-9._-]{1,128}", fullmatch=True)
+
+
+@st.composite
+def frozen_headers(draw: st.DrawFn) -> wire.FrozenHeader:
+    """Made of a share's header: the memory obeys the same rules."""
+    header = draw(headers())
+    n_fds = 1 + max(header.ledger.fd, *(region.fd for region in header.regions))
+    return wire.FrozenHeader(
+        name=draw(names),
+        prefix_id=header.share_id,
+        n_tokens=draw(st.integers(1, (1 << 31) - 1)),
+        layout=header.layout,
+        semantics=header.semantics,
+        params=header.params,
+        regions=header.regions,
+        ledger=header.ledger,
+        tokens=wire.LedgerEntry(n_fds, draw(st.integers(1, INT64 - 1))),
+    )
+
+
+requests = (
+    st.builds(wire.PrefixRequest, op=st.just("get"), name=st.none() | names)
+    | st.builds(wire.PrefixRequest, op=st.just("drop"), name=names)
+    | st.just(wire.PrefixRequest(op="list"))
+)
+entries = st.builds(
+    wire.PrefixEntry,
+    name=names,
+    prefix_id=share_ids,
+    n_tokens=st.integers(1, (1 << 31) - 1),
+    nbytes=st.integers(0, INT64 - 1),
+    layout=digests,
+    semantics=digests,
+    n_reads=st.integers(0, INT64 - 1),
+)
+lists = st.builds(wire.PrefixList, prefixes=st.lists(entries, max_size=4).map(tuple))
+messages = headers() | jobs | progresses() | outcomes | frozen_headers() | requests | lists
 
 
 def accepted(payload: bytes) -> bool:
@@ -93,8 +130,9 @@ def test_round_trip(message: wire.Message) -> None:
     decoded = wire.decode(payload)
     assert decoded == message
     assert wire.encode(decoded) == payload
-    if isinstance(decoded, wire.ShareHeader):
+    if isinstance(decoded, (wire.ShareHeader, wire.FrozenHeader)):
         used = {region.fd for region in decoded.regions} | {decoded.ledger.fd}
+        used |= {decoded.tokens.fd} if isinstance(decoded, wire.FrozenHeader) else set()
         wire.check_descriptors(decoded, len(used))
         with pytest.raises(errors.DescriptorError):
             wire.check_descriptors(decoded, len(used) + 1)
@@ -115,7 +153,7 @@ def test_damaged_bytes(payload: bytes, data: st.DataObject) -> None:
 @given(messages, finite, st.data())
 def test_a_field_of_any_value(message: wire.Message, value: Any, data: st.DataObject) -> None:
     """What one side refuses to send is what the other refuses to read."""
-    containers = ("params", "regions", "ledger", "cells", "tokens")
+    containers = ("params", "regions", "ledger", "cells", "tokens", "prefixes")
     names = [field.name for field in dataclasses.fields(message) if field.name not in containers]
     name = data.draw(st.sampled_from(names))
     document: dict[str, Any] = json.loads(wire.encode(message))

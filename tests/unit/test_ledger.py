@@ -16,7 +16,15 @@ import numpy as np
 import pytest
 
 from kvshare import errors, fds
-from kvshare.ledger import HEADER_NBYTES, Ledger, LedgerRecord, LedgerState, tokens_digest
+from kvshare.ledger import (
+    HEADER_NBYTES,
+    MAX_PREFIX_NBYTES,
+    Ledger,
+    LedgerPrefix,
+    LedgerRecord,
+    LedgerState,
+    tokens_digest,
+)
 from tests.vectors import make
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "ledger.json").read_text())
@@ -26,6 +34,7 @@ OTHER = hashlib.sha256(b"other").hexdigest()
 SAMPLE = hashlib.sha256(b"rows").digest()
 TOKENS = [1, 22, 333, 49151]
 SHARE_ID = 0x0001_2345_6789_ABCD
+PREFIX = LedgerPrefix.of(TOKENS[:2], b"what is there")  # 13 bytes, which is no multiple of 8
 
 
 @pytest.fixture
@@ -107,9 +116,47 @@ def test_a_foreign_provider(ledger: Ledger) -> None:
     assert record.blob == b"blob"
 
 
+def test_the_table_of_the_documentation_with_a_prefix() -> None:
+    with Ledger.create(SHARE_ID, LAYOUT, SEMANTICS, capacity=4096, prefix=PREFIX) as ledger:
+        fields = bytearray(56)
+        fields[0:8] = (2).to_bytes(8, "little")
+        fields[8:40] = hashlib.sha256(struct.pack("<2i", *TOKENS[:2])).digest()
+        fields[40:48] = (512).to_bytes(8, "little")
+        fields[48:56] = (13).to_bytes(8, "little")
+        behind = fields + b"what is there" + bytes(3)
+        with ledger.view() as view:
+            assert view[12:16] == (528).to_bytes(4, "little")
+            assert view[96:104] == (2).to_bytes(8, "little")
+            assert view[456:528] == behind
+            with Ledger.open(duplicate(ledger), ledger.size) as provider:
+                fill(provider)
+            assert view[456:536] == behind + b"metadata"
+            assert view[184:200] == struct.pack("<QQ", 528, 8)
+        verify(ledger.snapshot(), prefix=PREFIX)
+        assert ledger.snapshot().blob == b"metadata"
+
+
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: vector["name"])
 def test_vector_read(vector: dict[str, Any]) -> None:
-    assert make.read_ledger(bytes.fromhex(vector["bytes"])) == (vector["record"], vector["verdict"])
+    expected = vector["expected"]
+    prefix = LedgerPrefix(expected["n_prefix"], bytes.fromhex(expected["prefix_sha256"]))
+    assert make.read_ledger(bytes.fromhex(vector["bytes"]), prefix) == (vector["record"], vector["verdict"])
+
+
+@pytest.mark.parametrize("name", ["issued", "issued, with a prefix"])
+def test_vector_issue(name: str) -> None:
+    """What is issued is all in `expected`."""
+    (vector,) = [vector for vector in VECTORS if vector["name"] == name]
+    expected = vector["expected"]
+    prefix = LedgerPrefix(
+        expected["n_prefix"],
+        bytes.fromhex(expected["prefix_sha256"]),
+        bytes.fromhex(expected["prefix_blob"]),
+    )
+    issued = bytes.fromhex(vector["bytes"])
+    arguments = (expected["share_id"], expected["layout"], expected["semantics"])
+    with Ledger.create(*arguments, prefix=prefix) as ledger, ledger.view() as view:
+        assert view[: len(issued)] == issued
 
 
 def test_vectors_are_what_is_written() -> None:
@@ -251,6 +298,162 @@ def test_a_snapshot_does_not_change(ledger: Ledger, provider: Ledger) -> None:
         view[:] = bytes(len(view))
     verify(record)
     assert record.blob == b"metadata"
+
+
+# -- a prefix --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def continued() -> Iterator[Ledger]:
+    """A ledger of a sequence that holds something."""
+    with Ledger.create(SHARE_ID, LAYOUT, SEMANTICS, capacity=4096, prefix=PREFIX) as made:
+        yield made
+
+
+def test_a_provider_reads_the_prefix(ledger: Ledger, continued: Ledger) -> None:
+    with Ledger.open(duplicate(continued), continued.size) as opened:
+        assert (opened.prefix, opened.n_prefix) == (PREFIX, 2)
+        assert opened.capacity == continued.capacity == opened.size - 528
+    with Ledger.open(duplicate(ledger), ledger.size) as opened:
+        assert (opened.prefix, opened.n_prefix) == (LedgerPrefix(), 0)
+    assert LedgerPrefix.of([]) == LedgerPrefix()
+
+
+def test_a_prefix_without_metadata() -> None:
+    """As a decoder has it whose provider needs none."""
+    prefix = LedgerPrefix.of(TOKENS[:2])
+    with Ledger.create(SHARE_ID, LAYOUT, SEMANTICS, prefix=prefix) as ledger:
+        assert ledger.prefix == prefix
+        with ledger.view() as view:
+            assert view[496:512] == bytes(16)
+            assert view[12:16] == (512).to_bytes(4, "little")
+        fill(ledger)
+        verify(ledger.snapshot(), prefix=prefix)
+
+
+def test_the_watermark_begins_behind_the_prefix(continued: Ledger) -> None:
+    assert continued.snapshot().n_filled == 2
+    continued.begin()
+    with pytest.raises(errors.LocalProtocolError, match="from 2 to 1"):
+        continued.advance(1)
+    continued.advance(2)
+    continued.advance(4)
+
+
+def test_a_blob_never_reaches_the_prefix(continued: Ledger) -> None:
+    continued.begin()
+    continued.advance(4)
+    with pytest.raises(errors.LedgerError, match="exceeds the ledger's capacity of 7664"):
+        continued.complete(tokens_digest(TOKENS), 4, SAMPLE, bytes(7665))
+    continued.complete(tokens_digest(TOKENS), 4, SAMPLE, b"x" * 7664)
+    assert continued.prefix == PREFIX
+    with continued.view() as view:
+        view[184:192] = (520).to_bytes(8, "little")
+    with pytest.raises(errors.LedgerError, match="7664 bytes of blob at 520"):
+        continued.snapshot()
+
+
+@pytest.mark.parametrize(
+    ("prefix", "says"),
+    [
+        (None, "n_prefix differs: expected 0, found 2"),
+        (LedgerPrefix.of(TOKENS[:3]), "n_prefix differs: expected 3, found 2"),
+        (LedgerPrefix.of([1, 23]), "prefix_sha256 differs"),
+    ],
+)
+def test_another_prefix_is_refused(continued: Ledger, prefix: LedgerPrefix | None, says: str) -> None:
+    fill(continued)
+    verify(continued.snapshot(), prefix=PREFIX)
+    verify(continued.snapshot(), prefix=LedgerPrefix.of(TOKENS[:2]))
+    with pytest.raises(errors.LedgerDigestError, match=says):
+        verify(continued.snapshot(), prefix=prefix)
+
+
+def test_tokens_that_begin_otherwise_are_refused(continued: Ledger) -> None:
+    """By the digest of the prefix, also if the provider had vouched for them."""
+    other = [9, *TOKENS[1:]]
+    fill(continued, other)
+    with pytest.raises(errors.LedgerDigestError, match="prefix_sha256 differs"):
+        verify(continued.snapshot(), tokens=other, prefix=PREFIX)
+
+
+def test_a_provider_says_what_it_continued_from(continued: Ledger) -> None:
+    with pytest.raises(errors.LocalProtocolError, match="prefix_sha256 has 1 bytes"):
+        continued.begin(prefix_sha256=b"x")
+    continued.begin(prefix_sha256=tokens_digest([9, 9]))
+    continued.advance(4)
+    continued.complete(tokens_digest(TOKENS), 4, SAMPLE)
+    with pytest.raises(errors.LedgerDigestError, match="prefix_sha256 differs"):
+        verify(continued.snapshot(), prefix=PREFIX)
+
+
+def test_a_prompt_that_does_not_begin_with_the_prefix() -> None:
+    PREFIX.require_start_of(TOKENS)
+    LedgerPrefix().require_start_of([1])
+    with pytest.raises(errors.LocalProtocolError, match="the first 2 tokens are not") as caught:
+        PREFIX.require_start_of([1, 23, 333])
+    for digest in (PREFIX.sha256, tokens_digest([1, 23])):
+        assert digest.hex() in str(caught.value)
+    for prefix, tokens in ((PREFIX, TOKENS[:2]), (PREFIX, []), (LedgerPrefix(), [])):
+        with pytest.raises(errors.LocalProtocolError, match="no more than"):
+            prefix.require_start_of(tokens)
+
+
+@pytest.mark.parametrize(
+    ("offset", "data", "says"),
+    [
+        (496, struct.pack("<QQ", 511, 1), "1 bytes of prefix at 511"),
+        (496, struct.pack("<QQ", 512, 17), r"17 bytes of prefix at 512 are outside of \[512, 528\)"),
+        (496, struct.pack("<QQ", 2**64 - 1, 2**64 - 1), "outside"),
+        (12, struct.pack("<I", 512), r"13 bytes of prefix at 512 are outside of \[512, 512\)"),
+    ],
+)
+def test_a_prefix_that_lies_elsewhere(continued: Ledger, offset: int, data: bytes, says: str) -> None:
+    with continued.view() as view:
+        view[offset : offset + len(data)] = data
+    with pytest.raises(errors.LedgerError, match=says):
+        Ledger.open(duplicate(continued), continued.size)
+    with pytest.raises(errors.LedgerError, match=says):
+        _ = continued.prefix
+
+
+def test_a_prefix_that_no_memory_holds(ledger: Ledger) -> None:
+    """Holes cost a decoder nothing, and are not copied."""
+    size = MAX_PREFIX_NBYTES + 1
+    with pytest.raises(errors.LedgerError, match="exceeds the limit"):
+        Ledger.create(1, LAYOUT, SEMANTICS, prefix=LedgerPrefix(1, SAMPLE, bytes(size)))
+    with fds.memfd_create("large", 1 << 32) as fd, ledger.view() as view:
+        os.pwrite(fd.fileno(), view[:512], 0)
+        os.pwrite(fd.fileno(), struct.pack("<I", (1 << 32) - 8), 12)
+        os.pwrite(fd.fileno(), struct.pack("<QQ", 512, size), 496)
+        with pytest.raises(errors.LedgerError, match=f"{size} bytes of prefix exceed the limit"):
+            Ledger.open(fds.OwnedFd(os.dup(fd.fileno())), 1 << 32)
+
+
+def test_a_prefix_that_changes_under_a_provider(continued: Ledger) -> None:
+    with Ledger.open(duplicate(continued), continued.size) as opened:
+        with continued.view() as view:
+            view[456] = 3
+        with pytest.raises(errors.LedgerError, match="n_prefix differs: expected 2, found 3"):
+            _ = opened.prefix
+        continued.reissue(99, LAYOUT, SEMANTICS, prefix=PREFIX)
+        with pytest.raises(errors.ReplayError):
+            _ = opened.prefix
+    assert continued.prefix == PREFIX
+
+
+def test_reissue_with_another_prefix(ledger: Ledger, continued: Ledger) -> None:
+    continued.reissue(99, LAYOUT, SEMANTICS)
+    assert (continued.prefix, continued.n_prefix) == (LedgerPrefix(), 0)
+    assert continued.capacity == continued.size - 512
+    fill(continued)
+    verify(continued.snapshot(), share_id=99)
+    ledger.reissue(99, LAYOUT, SEMANTICS, prefix=PREFIX)
+    assert ledger.prefix == PREFIX
+    with pytest.raises(errors.LedgerError, match="no room for a prefix"):
+        ledger.reissue(99, LAYOUT, SEMANTICS, prefix=LedgerPrefix.of(TOKENS, bytes(8192)))
+    with pytest.raises(errors.LocalProtocolError, match="-1 tokens"):
+        ledger.reissue(99, LAYOUT, SEMANTICS, prefix=LedgerPrefix(-1))
 
 
 # -- again -----------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from kvshare.errors import (
     RemoteProtocolError,
     ReplayError,
 )
-from kvshare.ledger import HEADER_NBYTES
+from kvshare.ledger import HEADER_NBYTES, LedgerPrefix, LedgerState, tokens_digest
 from kvshare.provider import Offer
 from kvshare.testing import FakeDecoder, FakeProvider
 from kvshare.testing.fakes import FakeShare
@@ -315,6 +315,8 @@ EXPECTED: dict[str, type[KvshareError]] = {
     "tokens_sha256": LedgerDigestError,
     "sample_digest": LedgerDigestError,
     "blob_size": LedgerError,
+    "n_prefix": LedgerDigestError,
+    "prefix_sha256": LedgerDigestError,
 }
 
 
@@ -354,3 +356,83 @@ def test_close_while_a_view_is_used(decoder: FakeDecoder, share: FakeShare, link
     views[0].k[0] = 1  # the mapping goes with the last view
     del views
     offer.close()
+
+
+# -- a sequence that holds something already -------------------------------------------------------
+
+
+@pytest.fixture
+def continued(decoder: FakeDecoder) -> Iterator[FakeShare]:
+    """A share of a sequence that holds the first half of the tokens."""
+    decoder.prefill(TOKENS[:10])
+    with decoder.share(prefix=TOKENS[:10], n_tokens=len(TOKENS)) as made:
+        yield made
+
+
+def test_an_offer_says_what_is_there(decoder: FakeDecoder, continued: FakeShare, link: Link) -> None:
+    continued.send(link[0])
+    with Offer.receive(link[1]) as offer:
+        assert (offer.n_prefix, offer.ledger.prefix) == (10, LedgerPrefix.of(TOKENS[:10]))
+        assert offer.first_cell == 10
+        provider = FakeProvider(offer)
+        provider.serve(TOKENS)
+        assert provider.n_prefilled == 10
+    assert decoder.adopt(continued, TOKENS).n_adopted == len(TOKENS)
+    with FakeDecoder() as local:
+        local.prefill(TOKENS)
+        assert decoder.logits() == local.logits()
+
+
+def test_a_foreign_provider_goes_on_behind_the_prefix(
+    decoder: FakeDecoder, continued: FakeShare, link: Link
+) -> None:
+    """As the README has it: rows from `first_cell` on, then `complete` with the whole prompt."""
+    other = [9, *TOKENS[1:]]
+    continued.send(link[0])
+    with Offer.receive(link[1]) as offer:
+        offer.ledger.begin()
+        for wrong in (other, TOKENS[:10], TOKENS[:9]):
+            with pytest.raises(LocalProtocolError):
+                offer.complete(wrong)
+        assert offer.ledger.snapshot().state is LedgerState.FILLING
+        with FakeDecoder() as local:
+            local.prefill(TOKENS)
+            for mine, theirs in zip(offer.views(), local._views(), strict=True):
+                for view, rows in ((mine.k, theirs.k), (mine.v, theirs.v)):
+                    assert view is not None
+                    assert rows is not None
+                    view[offer.first_cell : offer.first_cell + 10] = rows[10:20]
+            expected = local.logits()
+            del mine, theirs, view, rows
+        offer.complete(TOKENS)
+        record = offer.ledger.snapshot()
+        assert (record.n_filled, record.n_tokens) == (20, 20)
+        assert record.tokens_sha256 == tokens_digest(TOKENS)
+    decoder.adopt(continued, TOKENS)
+    assert decoder.logits() == expected
+
+
+@pytest.mark.parametrize(("offset", "size"), [(511, 1), (512, 8), (1 << 62, 1 << 62)])
+def test_a_prefix_that_lies_outside_of_its_ledger(
+    decoder: FakeDecoder, continued: FakeShare, link: Link, offset: int, size: int
+) -> None:
+    with continued.ledger.view() as view:
+        view[496:504], view[504:512] = (n.to_bytes(8, "little") for n in (offset, size))
+    continued.send(link[0])
+    with pytest.raises(LedgerError, match="of prefix at"):
+        Offer.receive(link[1], deadline=soon())
+
+
+@pytest.mark.parametrize(("at", "error"), [(456, "n_prefix"), (464, "prefix_sha256")])
+def test_a_provider_that_continued_from_elsewhere(
+    decoder: FakeDecoder, continued: FakeShare, link: Link, at: int, error: str
+) -> None:
+    before = decoder.logits()
+    continued.send(link[0])
+    with Offer.receive(link[1]) as offer:
+        FakeProvider(offer).serve(TOKENS)
+        with offer.ledger.view() as view:
+            view[at] ^= 1
+        with pytest.raises(LedgerDigestError, match=error):
+            decoder.adopt(continued, TOKENS)
+    assert (decoder.n_past(), decoder.logits()) == (10, before)
