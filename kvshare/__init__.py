@@ -46,8 +46,10 @@ if TYPE_CHECKING:
     from kvshare.build import find_build
     from kvshare.decoder import Adopted, Decoder, Share, exporting
     from kvshare.models import check_gguf
+    from kvshare.prefix import Prefix, drop_prefix, forking, list_prefixes
     from kvshare.provider import Offer, Provider, WarmProvider, importing, serve
     from kvshare.service import Service
+    from kvshare.store import PrefixServer, PrefixStore
 
 __version__ = "0.1.0"
 
@@ -58,12 +60,18 @@ _LAZY = {
     "Decoder": "kvshare.decoder",
     "Model": "kvshare._native.context",
     "Offer": "kvshare.provider",
+    "Prefix": "kvshare.prefix",
+    "PrefixServer": "kvshare.store",
+    "PrefixStore": "kvshare.store",
     "Provider": "kvshare.provider",
     "Service": "kvshare.service",
     "Share": "kvshare.decoder",
     "WarmProvider": "kvshare.provider",
+    "drop_prefix": "kvshare.prefix",
     "exporting": "kvshare.decoder",
+    "forking": "kvshare.prefix",
     "importing": "kvshare.provider",
+    "list_prefixes": "kvshare.prefix",
     "load": "kvshare._native.loader",
     "serve": "kvshare.provider",
     "check_gguf": "kvshare.models",
@@ -100,6 +108,9 @@ __all__ = [
     "PeerClosedError",
     "PeerError",
     "PeerRefusedError",
+    "Prefix",
+    "PrefixServer",
+    "PrefixStore",
     "ProtocolError",
     "Provider",
     "RemoteProtocolError",
@@ -110,9 +121,12 @@ __all__ = [
     "Share",
     "WarmProvider",
     "check_gguf",
+    "drop_prefix",
     "exporting",
     "find_build",
+    "forking",
     "importing",
+    "list_prefixes",
     "load",
     "serve",
 ]

@@ -4,6 +4,9 @@ Nothing here touches a socket; `fds` moves the bytes. A message is one JSON obje
 decoder sends a `ShareHeader` together with descriptors. An engine sends a `JobHeader` on a
 connection of its own and reads `Progress` and one `Outcome` there; the two meet by `share_id`.
 
+A frozen prefix travels as a `FrozenHeader` together with descriptors. A server that keeps some takes
+these, and answers a `PrefixRequest` with one of them, with a `PrefixList`, or with an `Outcome`.
+
 `encode` is deterministic (sorted keys, no spaces, no escapes beyond what JSON demands), so that
 every sender produces the same bytes; `tests/vectors/wire.json` holds examples. It refuses with
 `LocalProtocolError` what `decode` would refuse with `RemoteProtocolError`: the rules are one set of
@@ -29,13 +32,18 @@ PROTOCOL = 1
 MAX_NBYTES = 1 << 20
 MAX_FDS = 253
 KINDS = ("memfd", "cuda-vmm", "dma-buf")
+PREFIX_OPS = ("get", "list", "drop")
 
 _SHARE_ID_END = 1 << 53  # a double, and so every JSON reader, holds integers below this exactly
 _CELL_END = 1 << 32
 _TOKEN_END = 1 << 31
 _INT64_END = 1 << 63
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _DIGEST = re.compile("[0-9a-f]{64}")
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+# the key that says what a message is
+_BODIES = ("regions", "job", "progress", "outcome", "frozen", "prefix", "prefixes")
 
 Scalar = str | int | float | bool | None
 
@@ -64,10 +72,10 @@ class RegionEntry:
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """The ledger's memfd.
+    """The memfd of a ledger, or of token ids.
 
     Attributes:
-        fd: index into the descriptors of the message; no region uses the same.
+        fd: index into the descriptors of the message; nothing else uses the same.
         size: bytes.
     """
 
@@ -131,7 +139,82 @@ class Outcome:
     protocol: int = PROTOCOL
 
 
-Message = ShareHeader | JobHeader | Progress | Outcome
+@dataclass(frozen=True, kw_only=True)
+class FrozenHeader:
+    """A prefix that nobody can change any more; it comes with the descriptors of its memory.
+
+    Attributes:
+        name: 1 to 128 of `A-Z a-z 0-9 . _ -`.
+        prefix_id: random, in [1, 2**53); the `share_id` of its ledger.
+        n_tokens: how many tokens it holds.
+        layout: layout digest, 64 hexadecimal digits.
+        semantics: semantics digest, likewise.
+        params: what a reader must reproduce to build an equal context, by name.
+        regions: the memory.
+        ledger: a complete ledger, with the metadata of the cells and all digests.
+        tokens: the token ids, little-endian int32.
+        protocol: version of the message.
+    """
+
+    name: str
+    prefix_id: int
+    n_tokens: int
+    layout: str
+    semantics: str
+    params: Mapping[str, Scalar]
+    regions: tuple[RegionEntry, ...]
+    ledger: LedgerEntry
+    tokens: LedgerEntry
+    protocol: int = PROTOCOL
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixRequest:
+    """What is asked of a server of prefixes.
+
+    Attributes:
+        op: one of `PREFIX_OPS`.
+        name: of the prefix. None is the one that was used last for `get`, and a must for `list`.
+        protocol: version of the message.
+    """
+
+    op: str
+    name: str | None = None
+    protocol: int = PROTOCOL
+
+
+@dataclass(frozen=True)
+class PrefixEntry:
+    """A prefix that a server keeps.
+
+    Attributes:
+        name: of the prefix.
+        prefix_id: which one it is; a name may be used again, this is not.
+        n_tokens: how many tokens it holds.
+        nbytes: physical memory, bytes.
+        layout: layout digest.
+        semantics: semantics digest.
+        n_reads: how often it was handed out.
+    """
+
+    name: str
+    prefix_id: int
+    n_tokens: int
+    nbytes: int
+    layout: str
+    semantics: str
+    n_reads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixList:
+    """The prefixes that a server keeps, the one that was used last at the end."""
+
+    prefixes: tuple[PrefixEntry, ...]
+    protocol: int = PROTOCOL
+
+
+Message = ShareHeader | JobHeader | Progress | Outcome | FrozenHeader | PrefixRequest | PrefixList
 
 
 def encode(message: Message) -> bytes:
@@ -174,13 +257,15 @@ def decode(payload: bytes) -> Message:
         raise RemoteProtocolError(f"header: {exc}") from exc
 
 
-def check_descriptors(header: ShareHeader, n_fds: int) -> None:
+def check_descriptors(header: ShareHeader | FrozenHeader, n_fds: int) -> None:
     """Check that a header uses every descriptor that came with it, and no other.
 
     Raises:
         DescriptorError: it does not.
     """
     used = {region.fd for region in header.regions} | {header.ledger.fd}
+    if isinstance(header, FrozenHeader):
+        used.add(header.tokens.fd)
     if used != set(range(n_fds)):
         raise DescriptorError(f"header uses descriptors {sorted(used)}, but {n_fds} came with it")
 
@@ -200,11 +285,8 @@ def _document(message: Message) -> dict[str, Any]:
             "layout": message.layout,
             "semantics": message.semantics,
             "params": dict(message.params),
-            "regions": [
-                {"fd": r.fd, "offset": r.offset, "size": r.size, "layout": r.layout, "kind": r.kind}
-                for r in message.regions
-            ],
-            "ledger": {"fd": message.ledger.fd, "size": message.ledger.size},
+            "regions": [vars(region) for region in message.regions],
+            "ledger": vars(message.ledger),
             "cells": [[list(pair) for pair in cache] for cache in message.cells],
             "expires_ms": message.expires_ms,
         }
@@ -222,10 +304,22 @@ def _document(message: Message) -> dict[str, Any]:
                 "n_tokens": message.n_tokens,
             },
         }
-    return {
-        "protocol": message.protocol,
-        "outcome": {"share_id": message.share_id, "ok": message.ok, "error": message.error},
-    }
+    if isinstance(message, Outcome):
+        return {
+            "protocol": message.protocol,
+            "outcome": {"share_id": message.share_id, "ok": message.ok, "error": message.error},
+        }
+    if isinstance(message, FrozenHeader):
+        body = vars(message) | {
+            "params": dict(message.params),
+            "regions": [vars(region) for region in message.regions],
+            "ledger": vars(message.ledger),
+            "tokens": vars(message.tokens),
+        }
+        return {"protocol": body.pop("protocol"), "frozen": body}
+    if isinstance(message, PrefixRequest):
+        return {"protocol": message.protocol, "prefix": {"op": message.op, "name": message.name}}
+    return {"protocol": message.protocol, "prefixes": [vars(entry) for entry in message.prefixes]}
 
 
 def _message(document: object) -> Message:
@@ -234,13 +328,20 @@ def _message(document: object) -> Message:
     protocol = _integer(top, "protocol", "", 0, _INT64_END)
     if protocol != PROTOCOL:
         raise _Invalid(f"protocol is {protocol}, this side speaks {PROTOCOL}")
-    kinds = [key for key in ("regions", "job", "progress", "outcome") if key in top]
+    kinds = [key for key in _BODIES if key in top]
     if len(kinds) != 1:
-        raise _Invalid(f"needs exactly one of regions, job, progress, outcome; found {kinds}")
+        raise _Invalid(f"needs exactly one of {', '.join(_BODIES)}; found {kinds}")
     kind = kinds[0]
     if kind == "regions":
         return _share_header(top)
+    if kind == "prefixes":
+        items = enumerate(_list(top, "prefixes", ""))
+        return PrefixList(prefixes=tuple(_prefix_entry(item, f"prefixes[{i}]") for i, item in items))
     body = _object(top[kind], kind)
+    if kind == "frozen":
+        return _frozen_header(body)
+    if kind == "prefix":
+        return _prefix_request(body)
     where = kind + "."
     share_id = _integer(body, "share_id", where, 1, _SHARE_ID_END)
     if kind == "job":
@@ -264,31 +365,94 @@ def _message(document: object) -> Message:
 
 
 def _share_header(top: dict[str, Any]) -> ShareHeader:
-    params = _object(_member(top, "params", ""), "params")
-    for key, value in params.items():
-        if not _is_scalar(value):
-            raise _Invalid(f"params.{_shown(key)} is {_shown(value)}, not a scalar")
-    regions = tuple(_region(item, f"regions[{i}]") for i, item in enumerate(_list(top, "regions", "")))
-    if not regions:
-        raise _Invalid("regions is empty")
-    _check_disjoint(regions)
-    entry = _object(_member(top, "ledger", ""), "ledger")
-    ledger = LedgerEntry(
-        fd=_integer(entry, "fd", "ledger.", 0, MAX_FDS),
-        size=_integer(entry, "size", "ledger.", 1, _INT64_END),
-    )
-    if any(region.fd == ledger.fd for region in regions):
-        raise _Invalid(f"ledger.fd is {ledger.fd}, which a region uses")
+    regions = _regions(top, "")
     return ShareHeader(
         share_id=_integer(top, "share_id", "", 1, _SHARE_ID_END),
-        layout=_digest(top, "layout"),
-        semantics=_digest(top, "semantics"),
-        params=params,
+        layout=_digest(top, "layout", ""),
+        semantics=_digest(top, "semantics", ""),
+        params=_params(top, ""),
         regions=regions,
-        ledger=ledger,
+        ledger=_apart(top, "ledger", "", regions),
         cells=tuple(_cells(item, f"cells[{i}]") for i, item in enumerate(_list(top, "cells", ""))),
         expires_ms=_integer(top, "expires_ms", "", 0, _SHARE_ID_END),
     )
+
+
+def _frozen_header(body: dict[str, Any]) -> FrozenHeader:
+    where = "frozen."
+    regions = _regions(body, where)
+    ledger, tokens = (_apart(body, key, where, regions) for key in ("ledger", "tokens"))
+    if ledger.fd == tokens.fd:
+        raise _Invalid(f"frozen.tokens.fd is {tokens.fd}, which the ledger uses")
+    return FrozenHeader(
+        name=_name(body, where),
+        prefix_id=_integer(body, "prefix_id", where, 1, _SHARE_ID_END),
+        n_tokens=_integer(body, "n_tokens", where, 1, _TOKEN_END),
+        layout=_digest(body, "layout", where),
+        semantics=_digest(body, "semantics", where),
+        params=_params(body, where),
+        regions=regions,
+        ledger=ledger,
+        tokens=tokens,
+    )
+
+
+def _prefix_request(body: dict[str, Any]) -> PrefixRequest:
+    op, name = _member(body, "op", "prefix."), _member(body, "name", "prefix.")
+    if op not in PREFIX_OPS:
+        raise _Invalid(f"prefix.op is {_shown(op)}, known are {', '.join(PREFIX_OPS)}")
+    if op == "drop" or (op == "get" and name is not None):
+        name = _name(body, "prefix.")
+    elif name is not None:
+        raise _Invalid(f"prefix.name is {_shown(name)}; it must be null for {op}")
+    return PrefixRequest(op=op, name=name)
+
+
+def _prefix_entry(item: object, name: str) -> PrefixEntry:
+    entry, where = _object(item, name), name + "."
+    return PrefixEntry(
+        name=_name(entry, where),
+        prefix_id=_integer(entry, "prefix_id", where, 1, _SHARE_ID_END),
+        n_tokens=_integer(entry, "n_tokens", where, 1, _TOKEN_END),
+        nbytes=_integer(entry, "nbytes", where, 0, _INT64_END),
+        layout=_digest(entry, "layout", where),
+        semantics=_digest(entry, "semantics", where),
+        n_reads=_integer(entry, "n_reads", where, 0, _INT64_END),
+    )
+
+
+def _name(entry: dict[str, Any], where: str) -> str:
+    value = _member(entry, "name", where)
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise _Invalid(f"{where}name is {_shown(value)}, not 1 to 128 characters out of A-Z a-z 0-9 . _ -")
+    return value
+
+
+def _params(entry: dict[str, Any], where: str) -> dict[str, Scalar]:
+    params = _object(_member(entry, "params", where), f"{where}params")
+    for key, value in params.items():
+        if not _is_scalar(value):
+            raise _Invalid(f"{where}params.{_shown(key)} is {_shown(value)}, not a scalar")
+    return params
+
+
+def _regions(entry: dict[str, Any], where: str) -> tuple[RegionEntry, ...]:
+    items = enumerate(_list(entry, "regions", where))
+    regions = tuple(_region(item, f"{where}regions[{i}]") for i, item in items)
+    if not regions:
+        raise _Invalid(f"{where}regions is empty")
+    _check_disjoint(regions, where)
+    return regions
+
+
+def _apart(entry: dict[str, Any], key: str, where: str, regions: Sequence[RegionEntry]) -> LedgerEntry:
+    """Read a descriptor and a size; no region may use the same."""
+    name = where + key
+    inner = _object(_member(entry, key, where), name)
+    fd = _integer(inner, "fd", name + ".", 0, MAX_FDS)
+    if any(region.fd == fd for region in regions):
+        raise _Invalid(f"{name}.fd is {fd}, which a region uses")
+    return LedgerEntry(fd=fd, size=_integer(inner, "size", name + ".", 1, _INT64_END))
 
 
 def _region(item: object, name: str) -> RegionEntry:
@@ -309,14 +473,16 @@ def _region(item: object, name: str) -> RegionEntry:
     )
 
 
-def _check_disjoint(regions: Sequence[RegionEntry]) -> None:
+def _check_disjoint(regions: Sequence[RegionEntry], where: str) -> None:
     ranges: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for i, region in enumerate(regions):
         ranges[region.fd].append((region.offset, region.offset + region.size, i))
     for of_one_fd in ranges.values():
         for (_, end, i), (start, _, j) in pairwise(sorted(of_one_fd)):
             if start < end:
-                raise _Invalid(f"regions[{i}] and regions[{j}] overlap in descriptor {regions[i].fd}")
+                raise _Invalid(
+                    f"{where}regions[{i}] and {where}regions[{j}] overlap in descriptor {regions[i].fd}"
+                )
 
 
 def _cells(item: object, name: str) -> tuple[tuple[int, int], ...]:
@@ -370,10 +536,10 @@ def _integer(entry: dict[str, Any], key: str, where: str, low: int, end: int) ->
     return value
 
 
-def _digest(entry: dict[str, Any], key: str) -> str:
-    value = _member(entry, key, "")
+def _digest(entry: dict[str, Any], key: str, where: str) -> str:
+    value = _member(entry, key, where)
     if not isinstance(value, str) or not _DIGEST.fullmatch(value):
-        raise _Invalid(f"{key} is {_shown(value)}, not 64 lower-case hexadecimal digits")
+        raise _Invalid(f"{where}{key} is {_shown(value)}, not 64 lower-case hexadecimal digits")
     return value
 
 

@@ -25,7 +25,7 @@ from kvshare.errors import KvshareError, MismatchError
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-COMMANDS = ("demo", "doctor", "prefill", "provider", "engine", "build", "patch")
+COMMANDS = ("demo", "doctor", "prefill", "provider", "engine", "prefix", "build", "patch")
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
@@ -38,6 +38,7 @@ examples:
   kvshare prefill --help            one prompt, into a decoder's memory or into a file
   kvshare provider --help           a provider that stays
   kvshare engine --help             a front for llama-server that hands long prompts over
+  kvshare prefix --help             prefilled prompts that many processes go on from
   kvshare build                     fetch, patch and compile the pinned llama.cpp
   kvshare patch check ~/llama.cpp   does the series fit a tree of yours?
 

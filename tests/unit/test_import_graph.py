@@ -29,7 +29,8 @@ MAY_IMPORT = {
 }
 MAY_IMPORT["decoder"] = MAY_IMPORT["provider"] = {*MAY_IMPORT}
 MAY_IMPORT["service"] = {"errors", "fds", "wire", "provider"}
-MAY_IMPORT["prefix"] = {*MAY_IMPORT}
+MAY_IMPORT["prefix"] = {*MAY_IMPORT} - {"service"}
+MAY_IMPORT["store"] = {"errors", "fds", "wire", "prefix"}
 MAY_IMPORT["server"] = {"errors", "layout", "wire"}
 MAY_IMPORT["processes"] = {"errors"}
 MAY_IMPORT["policy"] = {"errors", "server"}

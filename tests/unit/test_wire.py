@@ -36,12 +36,53 @@ SHARE: dict[str, Any] = {
 JOB: dict[str, Any] = {"protocol": 1, "job": {"share_id": 7, "tokens": [1, 2, 3]}}
 PROGRESS: dict[str, Any] = {"protocol": 1, "progress": {"share_id": 7, "n_filled": 1, "n_tokens": 3}}
 OUTCOME: dict[str, Any] = {"protocol": 1, "outcome": {"share_id": 7, "ok": False, "error": "why"}}
+FROZEN: dict[str, Any] = {
+    "protocol": 1,
+    "frozen": {
+        "name": "a.Prefix_1-",
+        "prefix_id": 7,
+        "n_tokens": 3,
+        **{key: SHARE[key] for key in ("layout", "semantics", "params", "regions", "ledger")},
+        "tokens": {"fd": 3, "size": 12},
+    },
+}
+REQUEST: dict[str, Any] = {"protocol": 1, "prefix": {"op": "get", "name": "a.Prefix_1-"}}
+LIST: dict[str, Any] = {
+    "protocol": 1,
+    "prefixes": [
+        {
+            "name": name,
+            "prefix_id": 7,
+            "n_tokens": 3,
+            "nbytes": 0,
+            "layout": DIGEST,
+            "semantics": DIGEST,
+            "n_reads": 2,
+        }
+        for name in ("one", "two")
+    ],
+}
+ALL = (SHARE, JOB, PROGRESS, OUTCOME, FROZEN, REQUEST, LIST)
 
 
 def share(**changes: Any) -> wire.ShareHeader:
     message = wire.decode(json.dumps(SHARE).encode())
     assert isinstance(message, wire.ShareHeader)
     return dataclasses.replace(message, **changes)
+
+
+def frozen() -> wire.FrozenHeader:
+    return wire.FrozenHeader(
+        name="a.Prefix_1-",
+        prefix_id=7,
+        n_tokens=3,
+        layout=DIGEST,
+        semantics=DIGEST,
+        params={"n_ctx": 512},
+        regions=share().regions,
+        ledger=wire.LedgerEntry(1, 1024),
+        tokens=wire.LedgerEntry(3, 12),
+    )
 
 
 def changed(document: dict[str, Any], path: tuple[str | int, ...], value: object) -> bytes:
@@ -101,15 +142,36 @@ def test_the_other_messages() -> None:
     assert wire.decode(json.dumps(OUTCOME).encode()) == wire.Outcome(share_id=7, ok=False, error="why")
 
 
-@pytest.mark.parametrize("document", [SHARE, JOB, PROGRESS, OUTCOME])
+def test_messages_about_prefixes() -> None:
+    assert wire.decode(json.dumps(FROZEN).encode()) == frozen()
+    request = wire.PrefixRequest(op="get", name="a.Prefix_1-")
+    assert wire.decode(json.dumps(REQUEST).encode()) == request
+    entries = tuple(wire.PrefixEntry(name, 7, 3, 0, DIGEST, DIGEST, 2) for name in ("one", "two"))
+    assert wire.decode(json.dumps(LIST).encode()) == wire.PrefixList(prefixes=entries)
+    for message in (frozen(), request, wire.PrefixList(prefixes=entries), wire.PrefixList(prefixes=())):
+        assert wire.decode(wire.encode(message)) == message
+
+
+@pytest.mark.parametrize("op", wire.PREFIX_OPS)
+@pytest.mark.parametrize("name", [None, "one"])
+def test_which_requests_have_a_name(op: str, name: str | None) -> None:
+    request = wire.PrefixRequest(op=op, name=name)
+    if op == "get" or (op == "list") is (name is None):
+        assert wire.decode(wire.encode(request)) == request
+    else:
+        with pytest.raises(errors.LocalProtocolError, match=r"prefix\.name"):
+            wire.encode(request)
+
+
+@pytest.mark.parametrize("document", ALL)
 def test_unknown_keys_are_ignored(document: dict[str, Any]) -> None:
     extended = copy.deepcopy(document)
     extended["later"] = {"deep": [1]}
     for value in extended.values():
         if isinstance(value, dict) and value is not extended.get("params"):
             value["later"] = None
-    for region in extended.get("regions", []):
-        region["later"] = 1
+    for item in [*extended.get("regions", []), *extended.get("prefixes", [])]:
+        item["later"] = 1
     assert wire.decode(json.dumps(extended).encode()) == wire.decode(json.dumps(document).encode())
 
 
@@ -149,13 +211,14 @@ def test_no_message_at_all(payload: bytes, says: str) -> None:
         wire.decode(payload)
 
 
-@pytest.mark.parametrize("document", [SHARE, JOB, PROGRESS, OUTCOME])
+@pytest.mark.parametrize("document", ALL)
 @pytest.mark.parametrize("version", [0, 2, 1 << 62])
 def test_another_protocol(document: dict[str, Any], version: int) -> None:
     with pytest.raises(errors.RemoteProtocolError, match=f"protocol is {version}, this side speaks 1"):
         wire.decode(changed(document, ("protocol",), version))
 
 
+NAMES: list[Any] = [None, 1, [], "", "a b", "a/b", "..\n", "\u00e4", "x" * 129]
 INTEGERS = [True, 1.0, "1", None, [], -1]
 
 BAD_FIELDS: list[tuple[dict[str, Any], tuple[str | int, ...], str, list[Any]]] = [
@@ -193,6 +256,34 @@ BAD_FIELDS: list[tuple[dict[str, Any], tuple[str | int, ...], str, list[Any]]] =
     (OUTCOME, ("outcome", "share_id"), "outcome.share_id", [0]),
     (OUTCOME, ("outcome", "ok"), "outcome.ok", [None, 1, "true"]),
     (OUTCOME, ("outcome", "error"), "outcome.error", [None, 1, []]),
+    (FROZEN, ("frozen",), "frozen", [None, []]),
+    (FROZEN, ("frozen", "name"), "frozen.name", NAMES),
+    (FROZEN, ("frozen", "prefix_id"), "frozen.prefix_id", [*INTEGERS, 0, 1 << 53]),
+    (FROZEN, ("frozen", "n_tokens"), "frozen.n_tokens", [*INTEGERS, 0, 1 << 31]),
+    (FROZEN, ("frozen", "layout"), "frozen.layout", [None, DIGEST.upper()]),
+    (FROZEN, ("frozen", "semantics"), "frozen.semantics", [None, DIGEST + "0"]),
+    (FROZEN, ("frozen", "params"), "frozen.params", [None, [], 1]),
+    (FROZEN, ("frozen", "params", "n_ctx"), "frozen.params.'n_ctx'", [[], 1 << 63]),
+    (FROZEN, ("frozen", "regions"), "frozen.regions", [None, {}, []]),
+    (FROZEN, ("frozen", "regions", 1, "size"), r"frozen.regions\[1\].size", [0, 1 << 63]),
+    (FROZEN, ("frozen", "regions", 1, "offset"), r"frozen.regions\[1\] overlap", [4095]),
+    (FROZEN, ("frozen", "ledger"), "frozen.ledger", [None, [], 1]),
+    (FROZEN, ("frozen", "ledger", "fd"), "frozen.ledger.fd", [*INTEGERS, 0, 2, 253]),
+    (FROZEN, ("frozen", "tokens"), "frozen.tokens", [None, [], [1]]),
+    (FROZEN, ("frozen", "tokens", "fd"), "frozen.tokens.fd", [*INTEGERS, 0, 1, 2, 253]),
+    (FROZEN, ("frozen", "tokens", "size"), "frozen.tokens.size", [*INTEGERS, 0]),
+    (REQUEST, ("prefix",), "prefix", [None, []]),
+    (REQUEST, ("prefix", "op"), "prefix.op", [None, [], "put", "GET"]),
+    (REQUEST, ("prefix", "name"), "prefix.name", [name for name in NAMES if name is not None]),
+    (LIST, ("prefixes",), "prefixes", [None, {}]),
+    (LIST, ("prefixes", 1), r"prefixes\[1\]", [None, []]),
+    (LIST, ("prefixes", 1, "name"), r"prefixes\[1\].name", NAMES),
+    (LIST, ("prefixes", 1, "prefix_id"), r"prefixes\[1\].prefix_id", [*INTEGERS, 0]),
+    (LIST, ("prefixes", 1, "n_tokens"), r"prefixes\[1\].n_tokens", [*INTEGERS, 0]),
+    (LIST, ("prefixes", 1, "nbytes"), r"prefixes\[1\].nbytes", INTEGERS),
+    (LIST, ("prefixes", 1, "layout"), r"prefixes\[1\].layout", [None, ""]),
+    (LIST, ("prefixes", 1, "semantics"), r"prefixes\[1\].semantics", [None, ""]),
+    (LIST, ("prefixes", 1, "n_reads"), r"prefixes\[1\].n_reads", INTEGERS),
 ]
 
 
@@ -214,7 +305,11 @@ def test_a_bad_field_is_named(
     + [(SHARE, ("ledger", key)) for key in SHARE["ledger"]]
     + [(JOB, ("job", key)) for key in JOB["job"]]
     + [(PROGRESS, ("progress", key)) for key in PROGRESS["progress"]]
-    + [(OUTCOME, ("outcome", key)) for key in OUTCOME["outcome"]],
+    + [(OUTCOME, ("outcome", key)) for key in OUTCOME["outcome"]]
+    + [(FROZEN, ("frozen", key)) for key in FROZEN["frozen"]]
+    + [(FROZEN, ("frozen", "tokens", key)) for key in FROZEN["frozen"]["tokens"]]
+    + [(REQUEST, ("prefix", key)) for key in REQUEST["prefix"]]
+    + [(LIST, ("prefixes", 1, key)) for key in LIST["prefixes"][1]],
 )
 def test_a_missing_field_is_named(document: dict[str, Any], path: tuple[str | int, ...]) -> None:
     with pytest.raises(errors.RemoteProtocolError, match=str(path[-1])):
@@ -282,6 +377,10 @@ def test_descriptors_match_the_header() -> None:
     for n_fds in (0, 2, 4):
         with pytest.raises(errors.DescriptorError, match=rf"\[0, 1, 2\], but {n_fds} came"):
             wire.check_descriptors(share(), n_fds)
+    wire.check_descriptors(frozen(), 4)
+    for n_fds in (3, 5):
+        with pytest.raises(errors.DescriptorError, match=rf"\[0, 1, 2, 3\], but {n_fds} came"):
+            wire.check_descriptors(frozen(), n_fds)
     gap = share(ledger=wire.LedgerEntry(3, 512))
     for n_fds in (3, 4):
         with pytest.raises(errors.DescriptorError):
