@@ -4,9 +4,14 @@ The order of things, for one request of n tokens:
 
 1. `Policy` decides by what it has measured: are enough tokens uncached, is a slot free, would the
    decoder itself be faster?
-2. The decoder shares a clean slot with the provider, the provider prefills the first n-1 tokens, the
-   decoder adopts them. The last token is left to the request: it has to be evaluated for its logits.
+2. The decoder shares a slot with the provider: the one that holds what came before, if there is such
+   a one, else a clean one. The provider prefills what is new of the first n-1 tokens, the decoder
+   adopts them. The last token is left to the request: it has to be evaluated for its logits.
 3. The request runs on that slot.
+
+A conversation stays where it is: `Memory` knows what each slot was left with, and turns that are too
+short for a handoff are sent there as well, unless they had to wait for it. It only guesses: what a
+slot really goes on behind is what the answer to the share says.
 
 Whatever goes wrong, the request goes on as it came, on a decoder that is as it was: the share is
 released, and the `Record` says why. A request that is cancelled takes its job and its share along.
@@ -45,6 +50,7 @@ from kvshare.policy import (
     Route,
     Stage,
     Timings,
+    Verdict,
     choose_slot,
     reason_of,
 )
@@ -72,9 +78,18 @@ class SharingDecoder(Protocol):
         """Return all slots."""
 
     async def share(
-        self, id_slot: int, socket: str, *, n_tokens: int | None = None, expires_ms: int | None = None
+        self,
+        id_slot: int,
+        socket: str,
+        *,
+        n_tokens: int | None = None,
+        expires_ms: int | None = None,
+        tokens: Sequence[int] | None = None,
     ) -> Shared:
-        """Send the descriptors of a clean slot to the provider at a socket."""
+        """Send the descriptors of an idle slot to the provider at a socket.
+
+        Of what the slot holds, that stays with which `tokens` begin; `Shared.n_prefix` says how much.
+        """
 
     async def adopt(self, id_slot: int, share_id: int, tokens: Sequence[int]) -> AdoptedInSlot:
         """Make the cells that the provider filled the slot's own."""
@@ -100,7 +115,7 @@ class Prefiller(Protocol):
 
         Args:
             share_id: the share.
-            tokens: from position 0.
+            tokens: from position 0, what the slot holds already included.
             deadline: `time.monotonic()` value.
         """
 
@@ -150,6 +165,7 @@ class Engine:
         self._clock = clock
         self._reserved: set[int] = set()
         self._owned: dict[int, _Owned] = {}
+        self._keeps_idle = True  # whether the decoder has what it has cleared, as far as was seen
         self._n_queued = 0
         self._cleaning: set[asyncio.Future[Any]] = set()
 
@@ -170,7 +186,8 @@ class Engine:
 
         Yields:
             What came of it. If `id_slot` is set, the request has to run there; else it goes as it came.
-            Failures do not raise.
+            Failures do not raise. Who knows what the request has left says so in `n_held` and `ran_on`,
+            or by `observe`.
         """
         ids = tuple(tokens)
         record = Record(n_tokens=len(ids))
@@ -184,16 +201,23 @@ class Engine:
             try:
                 yield record
             except BaseException:
-                if record.id_slot is not None:  # what was adopted is there all the same
-                    self._ran(ids, record.id_slot)
+                if record.id_slot is not None:  # what was there, or was adopted, is there all the same
+                    self.note(ids, record)
                 raise
-            self._ran(ids, record.id_slot)
+            self.note(ids, record)
         finally:
             self._reserved.difference_update(reserved)
 
-    def observe(self, record: Record, timings: Timings) -> None:
-        """Learn from what the decoder reports about a request."""
-        record.n_reused = timings.cache_n
+    def observe(self, record: Record, timings: Timings, *, id_slot: int | None = None) -> None:
+        """Learn from what the decoder reports about a request.
+
+        Args:
+            record: of the request.
+            timings: what it reports.
+            id_slot: the slot where it ran; None if it does not say.
+        """
+        record.n_reused, record.n_held = timings.cache_n, timings.n_held
+        record.ran_on = record.ran_on if id_slot is None else id_slot
         if record.route is Route.HANDOFF:
             if timings.cache_n < record.n_handed:
                 _log.warning("%d tokens were adopted, %d reused", record.n_handed, timings.cache_n)
@@ -202,52 +226,90 @@ class Engine:
         if timings.cache_n < record.n_cached // 2:
             self.memory.forget()  # the decoder was restarted, or has made room
 
-    def _ran(self, tokens: tuple[int, ...], id_slot: int | None) -> None:
-        """Note what a decoder holds now."""
-        self.memory.add(tokens, id_slot)
-        if id_slot is not None:
+    def note(self, tokens: Sequence[int], record: Record) -> None:
+        """Note what a request has left in the decoder's cache; `prepared` does so for its own."""
+        id_slot = record.ran_on if record.id_slot is None else record.id_slot
+        self.memory.add(tuple(tokens), id_slot, record.n_held)
+        if id_slot is not None and (record.route is Route.HANDOFF or id_slot in self._owned):
             self._owned[id_slot] = _Owned(self._clock())
 
     async def _prepare(
         self, decoder: SharingDecoder, tokens: tuple[int, ...], record: Record, reserved: list[int]
     ) -> None:
         record.n_cached = self.memory.n_cached(tokens)
-        if verdict := self.policy.too_short(len(tokens), record.n_cached):
-            return record.stay(verdict.reason, verdict.detail)
+        short = self.policy.too_short(len(tokens), record.n_cached)
+        history = self.memory.history(tokens)
+        if short and history is None:
+            return record.stay(short.reason, short.detail)
         try:
             slots = await decoder.slots()
         except KvshareError as error:
+            if short:
+                return record.stay(short.reason, short.detail)
             return self._fail(record, reason_of(Stage.SLOTS, error), str(error))
         # from here to the reservation nothing waits, so that two requests cannot take one slot
-        slot, occupied = choose_slot(
-            slots, len(tokens), reserved=self._reserved, evictable=self._evictable(slots)
-        )
+        home = self.memory.home(history, slots) if history else None
+        if home and not (home.idle and home.n_ctx > len(tokens) and home.id_slot not in self._reserved):
+            home = history = None  # somewhere else it is not
+        if short:
+            return self._stay(record, short, home, reserved)
+        slot, occupied = (home, False) if home else self._choose(slots, len(tokens))
         if slot is None:
             return record.stay(Reason.NO_CLEAN_SLOT)
+        is_there = home is not None and home.n_tokens > 0
+        n_prefix = history.n_cached(tokens) if history and (is_there or self._keeps_idle) else 0
         verdict = self.policy.decide(
             len(tokens),
             n_cached=record.n_cached,
+            n_prefix=n_prefix,
             n_queued=self._n_queued,
             others_run=any(not each.idle for each in slots),
             now=self._clock(),
         )
         if not verdict.hand_over:
-            return record.stay(verdict.reason, verdict.detail)
-        self._reserved.add(slot.id_slot)
-        reserved.append(slot.id_slot)
-        self._owned.pop(slot.id_slot, None)
-        if occupied:
-            try:
-                await decoder.erase(slot.id_slot)
-            except KvshareError as error:
-                self._evict = Evict.NONE if isinstance(error, NotShareableError) else self._evict
-                return record.stay(Reason.NO_CLEAN_SLOT, str(error))
-        self.memory.forget(slot.id_slot)
-        self._n_queued += len(tokens)
+            return self._stay(record, verdict, home, reserved)
+        self._reserve(slot, reserved)
+        if home is None and (trouble := await self._empty(decoder, slot, occupied)):
+            return record.stay(Reason.NO_CLEAN_SLOT, trouble)
+        n_new = len(tokens) - n_prefix
+        self._n_queued += n_new
         try:
             await self._hand_over(decoder, slot.id_slot, tokens, record, reserved)
         finally:
-            self._n_queued -= len(tokens)
+            self._n_queued -= n_new
+            if history and not is_there and record.share_ms is not None:
+                self._keeps_idle = record.n_prefix > 0
+
+    def _choose(self, slots: Sequence[Slot], n_tokens: int) -> tuple[Slot | None, bool]:
+        return choose_slot(slots, n_tokens, reserved=self._reserved, evictable=self._evictable(slots))
+
+    async def _empty(self, decoder: SharingDecoder, slot: Slot, occupied: bool) -> str:
+        """Make a slot somebody else's; return what went wrong, else nothing."""
+        self._owned.pop(slot.id_slot, None)
+        if not occupied:
+            self.memory.vacate(slot.id_slot)
+            return ""
+        try:
+            await decoder.erase(slot.id_slot)
+        except KvshareError as error:
+            self._evict = Evict.NONE if isinstance(error, NotShareableError) else self._evict
+            return str(error) or type(error).__name__
+        self.memory.forget(slot.id_slot)
+        return ""
+
+    def _reserve(self, slot: Slot, reserved: list[int]) -> None:
+        self._reserved.add(slot.id_slot)
+        reserved.append(slot.id_slot)
+
+    def _stay(self, record: Record, verdict: Verdict, home: Slot | None, reserved: list[int]) -> None:
+        """Leave a request to the decoder, on the slot that holds what came before.
+
+        Not on one that was cleared: the decoder looks where it keeps idle prompts if it may choose.
+        """
+        if home is None or home.n_tokens == 0:
+            return record.stay(verdict.reason, verdict.detail)
+        self._reserve(home, reserved)
+        return record.stay(verdict.reason, verdict.detail, id_slot=home.id_slot)
 
     async def _hand_over(
         self,
@@ -261,10 +323,18 @@ class Engine:
         stage, share_id = Stage.SHARE, None
         try:
             start = time.monotonic()
-            shared = await self._share(decoder, id_slot, len(tokens), reserved)
+            shared = await self._share(decoder, id_slot, tokens, reserved)
             share_id = shared.share_id
             begun = time.monotonic()
-            record.share_ms = (begun - start) * 1000
+            if not 0 <= shared.n_prefix < len(tokens):
+                raise RemoteProtocolError(
+                    f"the slot goes on behind {shared.n_prefix} of {len(tokens)} tokens"
+                )
+            record.share_ms, record.n_prefix = (begun - start) * 1000, shared.n_prefix
+            if shared.n_prefix == len(prefix):  # more was there than anybody knew
+                trouble = await asyncio.shield(self._later(self._release(decoder, id_slot, share_id)))
+                record.stay(Reason.CACHED, trouble, id_slot=None if trouble else id_slot)
+                return
             stage = Stage.PREFILL
             await self.prefiller.prefill(
                 share_id,
@@ -284,26 +354,36 @@ class Engine:
             reason = reason_of(stage, error)
             if not isinstance(error, KvshareError):
                 _log.exception("%s failed in an unexpected way", stage.value)
-            detail = str(error) or type(error).__name__
+            detail, trouble = str(error) or type(error).__name__, ""
             if share_id is not None:
                 # the request must not find the slot leased; if it is cancelled now, this still ends
                 trouble = await asyncio.shield(self._later(self._release(decoder, id_slot, share_id)))
                 detail += f"; release: {trouble}" if trouble else ""
             self._fail(record, reason, detail)
+            if record.n_prefix and not trouble:  # the slot is as it was
+                record.id_slot = id_slot
             return
         self.policy.handed_over(
-            len(prefix), prefill_ms=record.prefill_ms, other_ms=record.share_ms + record.adopt_ms
+            len(prefix) - record.n_prefix,
+            prefill_ms=record.prefill_ms,
+            other_ms=record.share_ms + record.adopt_ms,
         )
         record.route, record.reason, record.detail = Route.HANDOFF, Reason.HANDED_OVER, ""
-        record.id_slot, record.n_handed = id_slot, adopted.n_adopted
+        record.id_slot, record.n_handed, record.bytes_moved = id_slot, adopted.n_adopted, adopted.bytes_moved
 
     async def _share(
-        self, decoder: SharingDecoder, id_slot: int, n_tokens: int, reserved: list[int]
+        self, decoder: SharingDecoder, id_slot: int, tokens: tuple[int, ...], reserved: list[int]
     ) -> Shared:
         """Share; if this is cancelled meanwhile, what comes of it is released."""
         expires_ms = math.ceil((self._prefill_timeout_s + CLEANUP_TIMEOUT_S) * 1000)
         sharing = asyncio.ensure_future(
-            decoder.share(id_slot, self.prefiller.socket, n_tokens=n_tokens, expires_ms=expires_ms)
+            decoder.share(
+                id_slot,
+                self.prefiller.socket,
+                n_tokens=len(tokens),
+                expires_ms=expires_ms,
+                tokens=tokens,
+            )
         )
         try:
             return await asyncio.shield(sharing)
@@ -491,13 +571,25 @@ class InProcessDecoder:
         decoder: the decoder.
         executor: where its calls run, one at a time: the thread that decodes as well. None makes one.
         strict: make strict shares; see `kvshare.Decoder.share`.
+        history: says which tokens a sequence holds, on the decoder's thread: the library does not keep
+            them. If they are not as many as its positions, they count as unknown. None knows what was
+            adopted here, until something else is decoded there.
 
     *Ownership*: the decoder stays the caller's; `close` ends the shares and an executor of its own.
     """
 
-    def __init__(self, decoder: Any, executor: Executor | None = None, *, strict: bool = False) -> None:
+    def __init__(
+        self,
+        decoder: Any,
+        executor: Executor | None = None,
+        *,
+        strict: bool = False,
+        history: Callable[[int], Sequence[int]] | None = None,
+    ) -> None:
         self.decoder = decoder
         self._strict = strict
+        self._adopted: dict[int, list[int]] = {}  # by sequence
+        self._history = history or (lambda seq_id: self._adopted.get(seq_id, ()))
         self.executor = executor or ThreadPoolExecutor(1, thread_name_prefix="kvshare-decoder")
         self._owns_executor = executor is None
         self._cache = getattr(decoder, "context", decoder)
@@ -510,8 +602,9 @@ class InProcessDecoder:
         for share in shares:
             await self.run(share.release)
         if self._owns_executor:
-            self.executor.shutdown(wait=False)
             self._owns_executor = False
+            # what was cancelled may still run there, and the decoder must outlive it
+            await asyncio.to_thread(self.executor.shutdown)
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run something on the decoder's thread, such as a decode."""
@@ -534,13 +627,29 @@ class InProcessDecoder:
         return await self.run(look)
 
     async def share(
-        self, id_slot: int, socket: str, *, n_tokens: int | None = None, expires_ms: int | None = None
+        self,
+        id_slot: int,
+        socket: str,
+        *,
+        n_tokens: int | None = None,
+        expires_ms: int | None = None,
+        tokens: Sequence[int] | None = None,
     ) -> Shared:
-        """Share a sequence; as `kvshare.Decoder.share` and `Share.send`."""
+        """Share a sequence; as `kvshare.Decoder.share` and `Share.send`.
+
+        It keeps what it holds if all tokens but the last begin so, or if there are none; else it is emptied.
+        """
         options: dict[str, Any] = {"strict": True} if self._strict else {}
         if expires_ms is not None:
             options["expires_ms"] = expires_ms
-        share = await self.run(lambda: self.decoder.share(id_slot, n_tokens=n_tokens, **options))
+
+        def issue() -> Any:
+            if prefix := self._kept(id_slot, tokens):
+                options["prefix"] = prefix
+            return self.decoder.share(id_slot, n_tokens=n_tokens, **options)
+
+        share = await self.run(issue)
+        n_prefix = len(options.get("prefix", ()))
         self._shares[share.share_id] = share
         sending = asyncio.ensure_future(asyncio.to_thread(share.send, socket))
         try:
@@ -557,7 +666,19 @@ class InProcessDecoder:
             layout=share.header.layout,
             semantics=share.header.semantics,
             params=share.header.params,
+            n_prefix=n_prefix,
         )
+
+    def _kept(self, id_slot: int, tokens: Sequence[int] | None) -> list[int]:
+        """Return the tokens that a sequence holds, if a prompt goes on behind them; else empty it."""
+        held = list(self._history(id_slot))
+        # it is not cut: a window may lack what is in front of a cut, a recurrent state has only its end
+        if len(held) == self._cache.n_past(id_slot) and (
+            tokens is None or held == list(tokens[: min(len(held), len(tokens) - 1)])
+        ):
+            return held
+        self._cache.clear(id_slot)
+        return []
 
     async def adopt(self, id_slot: int, share_id: int, tokens: Sequence[int]) -> AdoptedInSlot:
         """Adopt; as `kvshare.Decoder.adopt`."""
@@ -569,6 +690,7 @@ class InProcessDecoder:
             await asyncio.to_thread(share.wait_until_let_go, deadline=deadline)
         adopted = await self.run(self.decoder.adopt, share, list(tokens))
         self._shares.pop(share_id, None)
+        self._adopted[id_slot] = list(tokens)
         return AdoptedInSlot(
             id_slot=id_slot,
             n_adopted=adopted.n_adopted,

@@ -53,6 +53,9 @@ _CREDENTIALS = ("Authorization", "X-Api-Key")
 _TAIL_NBYTES = 64 << 10
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _INT32_END = 1 << 31
+# a key of the answer: inside of a text the quotes have backslashes before them
+_ID_SLOT = re.compile(rb'"id_slot"\s{0,4}:\s{0,4}(\d{1,9})[\s,}]')
+_ID_SLOT_NBYTES = 30
 
 
 # -- what a request asks for -----------------------------------------------------------------
@@ -168,15 +171,23 @@ def _prompt(prompt: Any) -> str | list[int | str]:
 
 
 class Tail:
-    """Keeps the end of an answer, where a llama-server puts its timings."""
+    """Keeps the end of an answer, where a llama-server puts its timings, and the slot that it names.
+
+    Attributes:
+        id_slot: where the completion ran; None if the answer does not say, as those in OpenAI's form.
+    """
 
     def __init__(self, n_nbytes: int = _TAIL_NBYTES) -> None:
         self._n_nbytes = n_nbytes
         self._bytes = bytearray()
+        self.id_slot: int | None = None
 
     def add(self, chunk: bytes) -> None:
         """Take the next bytes."""
+        start = max(0, len(self._bytes) - _ID_SLOT_NBYTES)  # it may lie across two chunks
         self._bytes += chunk
+        if self.id_slot is None and (found := _ID_SLOT.search(self._bytes, start)):
+            self.id_slot = int(found[1])
         if len(self._bytes) > 2 * self._n_nbytes:
             del self._bytes[: -self._n_nbytes]
 
@@ -208,7 +219,9 @@ class Metrics:
         )
         self._refusals = self._counter("refusals", "Handoffs that the decoder refused.", "reason")
         self._tokens = self._counter(
-            "prompt_tokens", "Prompt tokens: handed over, and processed or reused by the decoder.", "kind"
+            "prompt_tokens",
+            "Prompt tokens: handed over, continued by a handoff, and processed or reused by the decoder.",
+            "kind",
         )
         self._short = self._counter(
             "handoffs_reused_short", "Handoffs after which the decoder reused fewer tokens than it adopted."
@@ -239,7 +252,8 @@ class Metrics:
         self._requests.labels(record.route.value, record.reason.value).inc()
         if record.route is Route.HANDOFF:
             self._handoffs.inc()
-            self._tokens.labels("handed_over").inc(record.n_handed)
+            self._tokens.labels("handed_over").inc(record.n_handed - record.n_prefix)
+            self._tokens.labels("continued").inc(record.n_prefix)
         if record.reason in FAILURES:
             self._fallbacks.labels(record.reason.value).inc()
         if record.reason in REFUSALS:
@@ -345,7 +359,11 @@ class Front:
         try:
             completion = Completion.parse(path, payload)
             if len(payload) < self.engine.policy.threshold:  # hardly a token has less than a byte
-                yield Record(Route.LOCAL, Reason.SHORT), completion
+                record = Record(Route.LOCAL, Reason.SHORT)
+                yield record, completion
+                if record.n_held is not None:  # it was answered; its next turn may be a long one
+                    with contextlib.suppress(NotUnderstoodError):
+                        self.engine.note(await self._tokens(server, completion), record)
                 return
             tokens = await self._tokens(server, completion)
         except NotUnderstoodError as error:
@@ -424,7 +442,7 @@ class Front:
                 return response
             await response.write_eof()
         if start is not None and (timings := tail.timings()):
-            self.engine.observe(record, timings)
+            self.engine.observe(record, timings, id_slot=tail.id_slot)
             self.metrics.answered(record, timings)
         return response
 

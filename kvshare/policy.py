@@ -9,8 +9,8 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvshare.errors import (
@@ -114,11 +114,16 @@ class Record:
         route: the path.
         reason: why.
         detail: the same in words; empty if the reason says all.
-        id_slot: the slot to run the request on, exactly if it was handed over.
+        id_slot: the slot to run the request on, because its prompt, or what came before, is there; None
+            leaves it to the decoder.
         n_tokens: tokens of the prompt; 0 if they are not known.
         n_cached: tokens that the decoder was thought to have already.
-        n_handed: tokens that were adopted.
+        n_prefix: tokens that the slot held when it was shared; the provider went on behind them.
+        n_handed: tokens that were adopted, these included.
+        bytes_moved: bytes that the adoption had to move; 0 in every known case.
         n_reused: tokens that the decoder says it reused; None if it did not say.
+        n_held: tokens that a slot was left with, those of the answer included; None if that is not known.
+        ran_on: the slot where the request ran, as far as that is known.
         share_ms: time from asking for the share to its answer.
         prefill_ms: time that the provider took.
         adopt_ms: time from asking for the adoption to its answer.
@@ -130,15 +135,19 @@ class Record:
     id_slot: int | None = None
     n_tokens: int = 0
     n_cached: int = 0
+    n_prefix: int = 0
     n_handed: int = 0
+    bytes_moved: int | None = None
     n_reused: int | None = None
+    n_held: int | None = None
+    ran_on: int | None = None
     share_ms: float | None = None
     prefill_ms: float | None = None
     adopt_ms: float | None = None
 
-    def stay(self, reason: Reason, detail: str = "") -> None:
-        """Leave the request to the decoder."""
-        self.route, self.reason, self.detail, self.id_slot = Route.LOCAL, reason, detail, None
+    def stay(self, reason: Reason, detail: str = "", *, id_slot: int | None = None) -> None:
+        """Leave the request to the decoder, on a slot if that holds what came before."""
+        self.route, self.reason, self.detail, self.id_slot = Route.LOCAL, reason, detail, id_slot
 
     def to_json(self) -> dict[str, Any]:
         """Return the record for a log."""
@@ -147,7 +156,10 @@ class Record:
             "reason": self.reason.value,
             "detail": self.detail,
             "id_slot": self.id_slot,
-            **{name: getattr(self, name) for name in ("n_tokens", "n_cached", "n_handed", "n_reused")},
+            **{
+                name: getattr(self, name)
+                for name in ("n_tokens", "n_cached", "n_prefix", "n_handed", "bytes_moved", "n_reused")
+            },
             **{
                 name: None if (value := getattr(self, name)) is None else round(value, 3)
                 for name in ("share_ms", "prefill_ms", "adopt_ms")
@@ -163,11 +175,20 @@ class Timings:
         cache_n: tokens that it had already.
         prompt_n: tokens that it processed.
         prompt_ms: time for these, milliseconds.
+        predicted_n: tokens that it generated; None if it does not say.
     """
 
     cache_n: int
     prompt_n: int
     prompt_ms: float
+    predicted_n: int | None = None
+
+    @property
+    def n_held(self) -> int | None:
+        """Tokens that are in the slot then: the last one that was generated is not."""
+        if self.predicted_n is None:
+            return None
+        return self.cache_n + self.prompt_n + max(self.predicted_n - 1, 0)
 
     @classmethod
     def from_json(cls, value: Any) -> Timings | None:
@@ -180,7 +201,13 @@ class Timings:
             if isinstance(each, bool) or not isinstance(each, (int, float)) or not math.isfinite(each):
                 return None
             found.append(each)
-        return cls(int(found[0]), int(found[1]), float(found[2]))
+        predicted = value.get("predicted_n")
+        return cls(
+            int(found[0]),
+            int(found[1]),
+            float(found[2]),
+            predicted if type(predicted) is int and predicted >= 0 else None,
+        )
 
 
 # -- decisions -------------------------------------------------------------------------------
@@ -223,27 +250,99 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return low
 
 
+@dataclass(frozen=True)
+class Held:
+    """What one request has left in the decoder's cache.
+
+    Attributes:
+        tokens: its prompt.
+        id_slot: where; None if that is not known, or not any more.
+        n_tokens: how many there are in all: prompt and answer; None if that is not known.
+    """
+
+    tokens: tuple[int, ...]
+    id_slot: int | None = None
+    n_tokens: int | None = None
+
+    def n_cached(self, tokens: Sequence[int]) -> int:
+        """Return how many tokens of a prompt may be there: if it goes on behind this one, the answer too."""
+        n = common_prefix(self.tokens, tokens)
+        if n == len(self.tokens) and self.n_tokens is not None:
+            n = max(n, self.n_tokens)
+        return min(n, len(tokens))
+
+    def is_history_of(self, tokens: Sequence[int]) -> bool:
+        """Return whether a prompt goes on here: it keeps more than it drops."""
+        return 2 * self.n_cached(tokens) > max(len(self.tokens), self.n_tokens or 0)
+
+    def begins(self, tokens: Sequence[int]) -> bool:
+        """Return whether a prompt goes on behind this one."""
+        return common_prefix(self.tokens, tokens) == len(self.tokens)
+
+    def fits(self, slot: Slot) -> bool:
+        """Return whether a slot may be the one, by what it says: nobody else's request ran there.
+
+        One that is empty now may have been: a server saves idle slots elsewhere and clears them.
+        """
+        if self.n_tokens is None:  # a client that hung up; the last token of a prompt may be missing
+            return slot.n_tokens == 0 or slot.n_tokens >= len(self.tokens) - 1
+        return slot.n_tokens in (0, self.n_tokens)
+
+
 class Memory:
-    """The prompts that were sent last: what a decoder may still have in its cache.
+    """What the last requests have left in a decoder's cache, and where.
 
     It is a guess, corrected by what the decoder reports.
     """
 
-    def __init__(self, n_prompts: int = 16) -> None:
-        self._prompts: deque[tuple[tuple[int, ...], int | None]] = deque(maxlen=n_prompts)
+    def __init__(self, n_prompts: int = 64) -> None:
+        self._held: deque[Held] = deque(maxlen=n_prompts)
 
     def n_cached(self, tokens: tuple[int, ...]) -> int:
         """Return how many tokens of a prompt may be cached somewhere."""
-        return max((common_prefix(known, tokens) for known, _ in self._prompts), default=0)
+        return max((held.n_cached(tokens) for held in self._held), default=0)
 
-    def add(self, tokens: tuple[int, ...], id_slot: int | None) -> None:
-        """Note a prompt that has run; `id_slot` is None where the decoder chose the slot."""
-        self._prompts.append((tokens, id_slot))
+    def history(self, tokens: tuple[int, ...]) -> Held | None:
+        """Return what a prompt goes on behind: the longest, and the newest of these."""
+        found = [held for held in reversed(self._held) if held.is_history_of(tokens)]
+        return max(found, key=lambda held: held.n_cached(tokens), default=None)
+
+    def home(self, held: Held, slots: Sequence[Slot]) -> Slot | None:
+        """Return the slot that holds something, if that can be told."""
+        if held.id_slot is not None:
+            return next((slot for slot in slots if slot.id_slot == held.id_slot and held.fits(slot)), None)
+        if not held.n_tokens:
+            return None
+        # the server chose it, and did not say: a slot that holds just as much, and is nobody else's
+        found = [
+            slot
+            for slot in slots
+            if slot.n_tokens == held.n_tokens
+            and not any(each.id_slot == slot.id_slot and each.fits(slot) for each in self._held)
+        ]
+        rivals = [each for each in self._held if each.id_slot is None and each.n_tokens == held.n_tokens]
+        return found[0] if len(found) == len(rivals) == 1 else None
+
+    def add(self, tokens: tuple[int, ...], id_slot: int | None, n_tokens: int | None = None) -> None:
+        """Note what a request has left; `id_slot` is None where nobody knows the slot."""
+        self._keep(
+            lambda held: not (held.id_slot == id_slot if held.id_slot is not None else held.begins(tokens))
+        )
+        self._held.append(Held(tokens, id_slot, n_tokens))
+
+    def vacate(self, id_slot: int) -> None:
+        """Note that a slot was found empty: what was there may be where a server keeps idle prompts."""
+        self._held = deque(
+            (replace(held, id_slot=None) if held.id_slot == id_slot else held for held in self._held),
+            maxlen=self._held.maxlen,
+        )
 
     def forget(self, id_slot: int | None = None) -> None:
         """Forget what was in a slot; None forgets all."""
-        kept = [] if id_slot is None else [each for each in self._prompts if each[1] != id_slot]
-        self._prompts = deque(kept, maxlen=self._prompts.maxlen)
+        self._keep(lambda held: id_slot is not None and held.id_slot != id_slot)
+
+    def _keep(self, wanted: Callable[[Held], bool]) -> None:
+        self._held = deque(filter(wanted, self._held), maxlen=self._held.maxlen)
 
 
 class Estimate:
@@ -316,6 +415,7 @@ class Policy:
         n_tokens: int,
         *,
         n_cached: int = 0,
+        n_prefix: int = 0,
         n_queued: int = 0,
         others_run: bool = False,
         now: float,
@@ -325,6 +425,7 @@ class Policy:
         Args:
             n_tokens: its tokens.
             n_cached: tokens of it that the decoder has.
+            n_prefix: tokens of it that a provider can go on behind.
             n_queued: tokens of handoffs that the provider has before it.
             others_run: whether other slots are generating.
             now: seconds of any steady clock, the same as for `failed`.
@@ -333,7 +434,7 @@ class Policy:
             return verdict
         if now < self._paused_until:
             return Verdict(False, Reason.PAUSED, f"after {self._n_failed} failures in a row")
-        handoff = self.expected_ms(n_tokens, n_queued)
+        handoff = self.expected_ms(n_tokens - n_prefix, n_queued)
         if self.local_ms.value is None:
             if self._n_blind >= self.probe_every and not others_run:
                 self._n_blind = 0
@@ -348,13 +449,14 @@ class Policy:
         return Verdict(True, Reason.HANDED_OVER)
 
     def handed_over(self, n_tokens: int, *, prefill_ms: float, other_ms: float) -> None:
-        """Learn from a handoff: the provider's time, and all the rest.
+        """Learn from a handoff: the provider's time for the tokens that it prefilled, and all the rest.
 
         The first one, and the first behind a failure, is not counted: the provider built its context and
         touched the memory for the first time.
         """
         if self._warm:
-            self.provider_ms.add(prefill_ms / n_tokens)
+            if n_tokens >= _MIN_SAMPLE:
+                self.provider_ms.add(prefill_ms / n_tokens)
             self.fixed_ms.add(other_ms)
         self._warm = True
         self._n_failed = 0

@@ -111,6 +111,7 @@ class Shared:
         layout: layout digest.
         semantics: semantics digest.
         params: what a provider has to reproduce.
+        n_prefix: tokens that the slot holds; the provider goes on behind them.
     """
 
     id_slot: int
@@ -120,6 +121,7 @@ class Shared:
     layout: str
     semantics: str
     params: Mapping[str, Any]
+    n_prefix: int = 0
 
 
 @dataclass(frozen=True)
@@ -312,21 +314,31 @@ class ServerClient:
     # -- slot actions --
 
     async def share(
-        self, id_slot: int, socket: str, *, n_tokens: int | None = None, expires_ms: int | None = None
+        self,
+        id_slot: int,
+        socket: str,
+        *,
+        n_tokens: int | None = None,
+        expires_ms: int | None = None,
+        tokens: Sequence[int] | None = None,
     ) -> Shared:
         """Send the descriptors of a slot's memory to the provider that listens at a socket.
 
         Args:
-            id_slot: an empty slot.
+            id_slot: an idle slot.
             socket: a path directly inside the folder that the server was given with `--kv-share`.
-            n_tokens: tokens to make room for; None leaves it to the server.
+            n_tokens: tokens to make room for, those that it holds included; None leaves it to the server.
             expires_ms: milliseconds after which the share is dead; None leaves it to the server.
+            tokens: the whole prompt. The slot keeps what it holds as far as all of these but the last one
+                begin so, and drops the rest. None keeps all.
         """
         body: dict[str, Any] = {"socket": socket}
         if n_tokens is not None:
             body["n_tokens"] = n_tokens
         if expires_ms is not None:
             body["expires_ms"] = expires_ms
+        if tokens is not None:
+            body["tokens"] = list(tokens)
         if self._strict:
             body["strict"] = True
         answer = await self._action(id_slot, "share", body)
@@ -338,6 +350,7 @@ class ServerClient:
             layout=_string(answer, "layout"),
             semantics=_string(answer, "semantics"),
             params=_object(answer.get("params"), "share.params"),
+            n_prefix=_integer(answer, "n_prefix", default=0),
         )
 
     async def adopt(self, id_slot: int, share_id: int, tokens: Sequence[int]) -> AdoptedInSlot:

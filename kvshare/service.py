@@ -82,10 +82,13 @@ class Report(Protocol):
     """Told of everything that happens, by one thread at a time.
 
     The events, and their fields beside `share_id`: `share` (`seq_id`, `nbytes`) and `job`
-    (`n_tokens`) when they arrive; `begun` (`n_tokens`, `warm`), `progress` (`n_filled`, `n_tokens`),
-    then `done` (`n_tokens`, `warm`, `setup_ms`, `fill_ms`) or `failed` (`error`, `type`, and `field`,
-    `expected`, `found` of a mismatch); `dropped` (`error`; `share_id` may be None) for what never
-    became a pair; `cold` (`reason`, no `share_id`) when a context is given back.
+    (`n_tokens`) when they arrive; `begun` (`n_tokens`, `n_prefix`, `warm`), `progress` (`n_filled`,
+    `n_tokens`), then `done` (`n_tokens`, `n_prefix`, `warm`, `setup_ms`, `fill_ms`) or `failed` (`error`,
+    `type`, and `field`, `expected`, `found` of a mismatch); `dropped` (`error`; `share_id` may be None)
+    for what never became a pair; `cold` (`reason`, no `share_id`) when a context is given back.
+
+    `n_tokens` and `n_filled` count from position 0; the `n_prefix` that the decoder's sequence held are
+    among them.
     """
 
     def __call__(self, event: str, /, **fields: Any) -> None:
@@ -282,7 +285,7 @@ class Service:
 
     def _serve(self, pair: _Pair) -> None:
         job, share = pair.job, pair.share
-        share_id, n_tokens = job.share_id, len(job.header.tokens)
+        share_id, n_tokens, n_prefix = job.share_id, len(job.header.tokens), share.offer.n_prefix
         start = time.perf_counter()
         begun_at, is_warm = start, False
 
@@ -300,7 +303,7 @@ class Service:
             nonlocal begun_at, is_warm
             begun_at, is_warm = time.perf_counter(), warm
             self._watch(fds.peer_credentials(share.connection).pid)
-            self._say("begun", share_id=share_id, n_tokens=n_tokens, warm=warm)
+            self._say("begun", share_id=share_id, n_tokens=n_tokens, n_prefix=n_prefix, warm=warm)
 
         def progress(n_filled: int) -> None:
             check()
@@ -335,6 +338,7 @@ class Service:
                 "done",
                 share_id=share_id,
                 n_tokens=n_tokens,
+                n_prefix=n_prefix,
                 warm=is_warm,
                 setup_ms=(begun_at - start) * 1000,
                 fill_ms=(end - begun_at) * 1000,

@@ -99,12 +99,15 @@ def fake_template(messages: Sequence[dict[str, Any]]) -> str:
 
 @dataclass
 class _FakeSlot:
+    """A slot; `tokens` are those in its cache: the prompt, and the answer but for its last one."""
+
     id_slot: int
     tokens: list[int] = field(default_factory=list)
     busy: bool = False
     id_task: int = -1
     share_id: int | None = None
     used: int = 0
+    is_adopted: bool = False  # and no request has run there since
 
 
 class FakeServer:
@@ -118,6 +121,8 @@ class FakeServer:
         chunk_delay_s: seconds between the parts of a streamed answer.
         local_ms_per_token: time that a local prefill takes, milliseconds.
         expires_ms: how long a share lives at most, milliseconds.
+        clears_idle: whether idle slots are saved elsewhere and cleared when a request starts, as the slots
+            of a llama-server with a unified cache.
         requests: method and path with query of every request.
         headers: headers of the last request of every path.
         n_cancelled: completions whose client hung up.
@@ -134,6 +139,7 @@ class FakeServer:
         busy_wait_s: float = 0.2,
         send_timeout_s: float = 0.5,
         local_ms_per_token: float = 0.0,
+        clears_idle: bool = False,
     ) -> None:
         self.directory = None if directory is None else os.path.realpath(directory)
         self.n_slots = n_slots
@@ -146,6 +152,7 @@ class FakeServer:
         self.delay_s: dict[str, float] = {}
         self.chunk_delay_s = 0.0
         self.local_ms_per_token = local_ms_per_token
+        self.clears_idle = clears_idle
         self.requests: list[str] = []
         self.headers: dict[str, dict[str, str]] = {}
         self.n_cancelled = 0
@@ -167,6 +174,7 @@ class FakeServer:
         self._slots = [_FakeSlot(i) for i in range(self.n_slots)]
         self._shares: dict[int, FakeShare] = {}
         self._killed: set[int] = set()
+        self._saved: list[list[int]] = []  # what idle slots held
 
     def __enter__(self) -> FakeServer:
         self._thread.start()
@@ -324,9 +332,7 @@ class FakeServer:
     async def _share(self, slot: _FakeSlot, body: dict[str, Any]) -> dict[str, Any]:
         start = time.perf_counter_ns()
         path = self._socket_path(body.get("socket"))
-        await self._wait_until_idle(slot)
-        if slot.tokens:
-            raise SequenceInUseError(f"slot {slot.id_slot} holds {len(slot.tokens)} tokens")
+        tokens = self._token_list(body) if "tokens" in body else None
         n_tokens = body.get("n_tokens", self.n_ctx)
         if type(n_tokens) is not int or not 0 < n_tokens <= self.n_ctx:
             raise LocalProtocolError("n_tokens is out of range")
@@ -334,7 +340,19 @@ class FakeServer:
         if type(expires_ms) is not int or not 0 < expires_ms <= _MAX_EXPIRES_MS:
             raise LocalProtocolError("expires_ms is out of range")
         expires_ms = min(expires_ms, self.expires_ms)
-        share = self.decoder.share(slot.id_slot, n_tokens=n_tokens, expires_ms=expires_ms)
+        await self._wait_until_idle(slot)
+        if slot.share_id is not None:
+            _ = self._shares[slot.share_id].state  # looks at the clock
+            self._settle(slot)
+        if slot.share_id is not None:
+            raise SequenceInUseError(f"slot {slot.id_slot} has a share")
+        if tokens is not None:
+            self._keep(slot, tokens[:-1])
+        prefix = list(slot.tokens)
+        if n_tokens <= len(prefix):
+            raise LocalProtocolError(f"n_tokens is {n_tokens}, the slot holds {len(prefix)}")
+        options: dict[str, Any] = {"prefix": prefix} if prefix else {}
+        share = self.decoder.share(slot.id_slot, n_tokens=n_tokens, expires_ms=expires_ms, **options)
         self._shares[share.share_id] = share
         slot.share_id = share.share_id
         t_us = (time.perf_counter_ns() - start) / 1000
@@ -342,11 +360,12 @@ class FakeServer:
             await asyncio.to_thread(share.send, path, deadline=time.monotonic() + self.send_timeout_s)
         except KvshareError:
             share.release()
-            slot.share_id = None
+            self._settle(slot)
             raise
         return {
             "id_slot": slot.id_slot,
             "share_id": share.share_id,
+            "n_prefix": len(prefix),
             "layout": share.header.layout,
             "semantics": share.header.semantics,
             "params": dict(share.header.params),
@@ -356,6 +375,59 @@ class FakeServer:
             "expires_ms": share.header.expires_ms,
             "t_us": t_us,
         }
+
+    def _settle(self, slot: _FakeSlot) -> None:
+        """Look whether the slot's share has ended; the slot is as it was before then, or empty."""
+        if slot.share_id is not None and not self._shares[slot.share_id]._state.live:
+            slot.share_id = None
+            if self.decoder.n_past(slot.id_slot) == 0:
+                slot.tokens = []
+
+    def _keep(self, slot: _FakeSlot, tokens: list[int]) -> None:
+        """Make a slot hold the longest start of some tokens that it has, or that was saved."""
+        self._load(slot, tokens)
+        n = _common(slot.tokens, tokens)
+        if n < len(slot.tokens):
+            self._hold(slot, slot.tokens[:n])
+
+    def _hold(self, slot: _FakeSlot, tokens: list[int]) -> None:
+        """Make a slot hold just these tokens; the rows of those that it had stay, unless it is cut."""
+        self._end_share(slot)
+        n = len(slot.tokens)
+        if tokens[:n] != slot.tokens:
+            self._empty(slot)
+            n = 0
+        if n < len(tokens):
+            self.decoder.extend(tokens[n:], slot.id_slot)
+        slot.tokens = list(tokens)
+
+    def _load(self, slot: _FakeSlot, tokens: list[int]) -> None:
+        """Put what was saved of an idle slot into this one, if it has more of some tokens.
+
+        As llama-server, it leaves alone what would lose most of it.
+        """
+        worth = [saved for saved in self._saved if 4 * _common(saved, tokens) >= len(saved)]
+        best = max(worth, key=lambda saved: _common(saved, tokens), default=[])
+        if _common(best, tokens) > _common(slot.tokens, tokens):
+            self._saved.remove(best)
+            self._hold(slot, best)
+
+    def _clear_idle(self) -> None:
+        """Save what idle slots hold, and clear them."""
+        for slot in self._slots:
+            if slot.tokens and not slot.busy and slot.share_id is None and not slot.is_adopted:
+                self._saved.append(slot.tokens)
+                self._empty(slot)
+
+    def _token_list(self, body: dict[str, Any]) -> list[int]:
+        tokens = body.get("tokens")
+        if (
+            not isinstance(tokens, list)
+            or not 0 < len(tokens) <= self.n_ctx
+            or not all(type(token) is int and 0 <= token < N_VOCAB for token in tokens)
+        ):
+            raise LocalProtocolError('"tokens" must be a list of token ids')
+        return tokens
 
     def _socket_path(self, path: Any) -> str:
         """Return a path directly inside the folder."""
@@ -374,13 +446,7 @@ class FakeServer:
 
     async def _adopt(self, slot: _FakeSlot, body: dict[str, Any]) -> dict[str, Any]:
         share_id = _share_id(body)
-        tokens = body.get("tokens")
-        if (
-            not isinstance(tokens, list)
-            or not 0 < len(tokens) <= self.n_ctx
-            or not all(type(token) is int and 0 <= token < N_VOCAB for token in tokens)
-        ):
-            raise LocalProtocolError('"tokens" must be a list of token ids')
+        tokens = self._token_list(body)
         share = self._shares.get(share_id)
         if share is None or share.seq_id != slot.id_slot:
             raise ReplayError(f"share {share_id} of slot {slot.id_slot} is unknown")
@@ -389,10 +455,9 @@ class FakeServer:
         try:
             adopted = self.decoder.adopt(share, tokens)
         finally:
-            if not share._state.live and slot.share_id == share_id:
-                slot.share_id = None
+            self._settle(slot)
         slot.tokens = list(tokens)
-        slot.id_task = self._task()
+        slot.is_adopted = True
         return {
             "id_slot": slot.id_slot,
             "n_adopted": adopted.n_adopted,
@@ -406,8 +471,7 @@ class FakeServer:
         share = self._shares.get(share_id)
         if share is not None and share.seq_id == slot.id_slot:
             share.release()
-            if slot.share_id == share_id:
-                slot.share_id = None
+            self._settle(slot)
         return {"id_slot": slot.id_slot}
 
     async def _erase(self, slot: _FakeSlot, _: dict[str, Any]) -> dict[str, Any]:
@@ -418,12 +482,16 @@ class FakeServer:
 
     def _empty(self, slot: _FakeSlot) -> None:
         """Empty a slot; a share of it is dead."""
+        self._end_share(slot)
+        self.decoder.clear(slot.id_slot)
+        slot.tokens = []
+        slot.is_adopted = False
+
+    def _end_share(self, slot: _FakeSlot) -> None:
         if slot.share_id is not None:
             self._killed.add(slot.share_id)
             self._shares[slot.share_id].release()
-            slot.share_id = None
-        self.decoder.clear(slot.id_slot)
-        slot.tokens = []
+            self._settle(slot)
 
     async def _wait_until_idle(self, slot: _FakeSlot) -> None:
         deadline = time.monotonic() + self.busy_wait_s
@@ -438,22 +506,32 @@ class FakeServer:
         body = await _body(request)
         chat = "chat" in request.path
         prompt = fake_template(body["messages"]) if chat else body.get("prompt", "")
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
+            prompt = prompt[0]  # of several, the first is answered
         tokens = fake_tokens(prompt, add_special=True)
         if not 0 < len(tokens) < self.n_ctx:
             raise LocalProtocolError(f"a prompt of {len(tokens)} tokens does not fit")
         slot = await self._take(body.get("id_slot", -1), tokens)
         slot.busy = True
+        slot.is_adopted = False
         try:
+            if self.clears_idle:
+                self._clear_idle()
             n_cached = await self._prefill(slot, tokens, use_cache=body.get("cache_prompt", True))
-            words = self._answer(slot, int(body.get("n_predict", body.get("max_tokens", 8))))
+            words = self._answer(slot, tokens, int(body.get("n_predict", body.get("max_tokens", 8))))
+            self._hold(slot, [*tokens, *fake_tokens(words[:-1], add_special=False)])
             timings = {
                 "cache_n": n_cached,
                 "prompt_n": len(tokens) - n_cached,
                 "prompt_ms": max(1e-3, (len(tokens) - n_cached) * self.local_ms_per_token),
+                "predicted_n": len(words),
             }
             if not body.get("stream"):
                 await asyncio.sleep(self.chunk_delay_s * len(words))
-                return web.json_response(_whole(chat, slot.id_slot, words, timings))
+                whole = _whole(chat, slot.id_slot, words, timings)
+                if body.get("return_tokens"):
+                    whole["tokens"] = fake_tokens(words, add_special=False)
+                return web.json_response(whole)
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await response.prepare(request)
             for part in _parts(chat, slot.id_slot, words, timings):
@@ -476,28 +554,25 @@ class FakeServer:
                     return slot
             free = [slot for slot in self._slots if not slot.busy and slot.share_id is None]
             if id_slot < 0 and free:
-                return max(free, key=lambda each: (_similarity(each.tokens, tokens), -each.used))
+                slot = max(free, key=lambda each: (_similarity(each.tokens, tokens), -each.used))
+                self._load(slot, tokens)
+                return slot
             await asyncio.sleep(_POLL_S)
 
     async def _prefill(self, slot: _FakeSlot, tokens: list[int], *, use_cache: bool) -> int:
         """Make a slot hold all tokens but the last; return how many it had."""
         n = min(_common(slot.tokens, tokens), len(tokens) - 1) if use_cache else 0
-        # the fake's rows cannot be cut or continued: what is not exactly there is computed anew
-        whole = n == len(tokens) - 1 and self.decoder.n_past(slot.id_slot) == n and slot.share_id is None
-        if not whole:
-            self._empty(slot)
+        if not n == len(tokens) - 1 == len(slot.tokens) or slot.share_id is not None:
             await asyncio.sleep((len(tokens) - n) * self.local_ms_per_token / 1000)
-            if len(tokens) > 1:
-                self.decoder.prefill(tokens[:-1], slot.id_slot)
-        slot.tokens = list(tokens)
+            self._hold(slot, tokens[:-1])
         slot.id_task = self._task()
         slot.used = slot.id_task
         return n
 
-    def _answer(self, slot: _FakeSlot, n: int) -> list[str]:
+    def _answer(self, slot: _FakeSlot, tokens: list[int], n: int) -> list[str]:
         """Return words that the rows in memory and the last token decide."""
-        digest = hashlib.sha256(str(slot.tokens[-1]).encode())
-        if len(slot.tokens) > 1:
+        digest = hashlib.sha256(str(tokens[-1]).encode())
+        if len(tokens) > 1:
             digest.update(self.decoder.logits(slot.id_slot))
         return [f"w{digest.digest()[i % 32]}" for i in range(n)]
 
@@ -567,7 +642,7 @@ def _parts(chat: bool, id_slot: int, words: list[str], timings: dict[str, Any]) 
                 }
             )
         else:
-            yield _event({"index": 0, "content": text, "id_slot": id_slot, "stop": False})
+            yield _event({"index": 0, "content": text, "id_slot": -1, "stop": False})  # as llama-server
     if chat:
         yield _event(
             {
@@ -602,6 +677,7 @@ class FakeService:
 
     Attributes:
         jobs: share id and number of tokens of every job that arrived.
+        prefilled: how many tokens were prefilled for each, those that its slot held not included.
         n_shares: shares that arrived.
         n_done: jobs that ended well.
         n_cancelled: jobs whose engine hung up.
@@ -616,6 +692,7 @@ class FakeService:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         self.jobs: list[tuple[int, int]] = []
+        self.prefilled: list[int] = []
         self.n_shares = 0
         self.n_done = 0
         self.n_cancelled = 0
@@ -719,6 +796,7 @@ class FakeService:
         )
         try:
             provider.prefill(job.tokens, progress=progress)
+            self.prefilled.append(provider.n_prefilled)
             provider.publish()
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold views, and the offer cannot be closed

@@ -205,18 +205,27 @@ class _Server:
     @contextlib.contextmanager
     def shared(self, id_slot: int = 0) -> Iterator[int]:
         """Share a slot with a provider that does nothing; yield the share id, release at the end."""
-        with self.silent() as path:
-            share_id: int = self.act(id_slot, "share", {"socket": path}).require(200)["share_id"]
-            try:
-                yield share_id
-            finally:
-                self.act(id_slot, "release", {"share_id": share_id}).require(200)
+        with self.offered(id_slot) as offer:
+            yield offer["share_id"]
 
     @contextlib.contextmanager
-    def filled(self, tokens: Sequence[int], id_slot: int = 0) -> Iterator[int]:
+    def offered(self, id_slot: int = 0, **fields: Any) -> Iterator[dict[str, Any]]:
+        """As `shared`, with further fields of the request; yield the answer."""
+        with self.silent() as path:
+            offer: dict[str, Any] = self.act(id_slot, "share", {"socket": path, **fields}).require(200)
+            try:
+                yield offer
+            finally:
+                self.act(id_slot, "release", {"share_id": offer["share_id"]}).require(200)
+
+    @contextlib.contextmanager
+    def filled(
+        self, tokens: Sequence[int], id_slot: int = 0, *, prompt: Sequence[int] | None = None
+    ) -> Iterator[int]:
         """Share a slot with a provider that prefills; yield the share id when it has vouched."""
         with self.socket_path() as path, self.under_test.provide(path, tokens) as wait:
-            share_id: int = self.act(id_slot, "share", {"socket": path}).require(200)["share_id"]
+            body = {"socket": path, **({} if prompt is None else {"tokens": list(prompt)})}
+            share_id: int = self.act(id_slot, "share", body).require(200)["share_id"]
             try:
                 wait()
                 yield share_id
@@ -226,12 +235,22 @@ class _Server:
     def adopt(self, share_id: object, tokens: object, id_slot: int = 0) -> _Answer:
         return self.act(id_slot, "adopt", {"share_id": share_id, "tokens": tokens})
 
-    def hand_over(self, tokens: Sequence[int], id_slot: int = 0) -> dict[str, Any]:
-        """Hand all tokens but the last over; return the answer to adopt."""
+    def hand_over(self, tokens: Sequence[int], id_slot: int = 0, *, chat: bool = False) -> dict[str, Any]:
+        """Hand all tokens but the last over, `chat` behind what is there; return the answer to adopt."""
         prefix = list(tokens[:-1])
-        with self.filled(prefix, id_slot) as share_id:
+        with self.filled(prefix, id_slot, prompt=tokens if chat else None) as share_id:
             found: dict[str, Any] = self.adopt(share_id, prefix, id_slot).require(200)
         return found
+
+    def chat(self, id_slot: int = 0) -> tuple[list[int], list[int]]:
+        """Run a first turn on a slot; return its prompt, and what the slot holds then."""
+        tokens = self.tokens()
+        answer = self.complete(tokens, id_slot=id_slot, return_tokens=True)
+        generated = answer["tokens"]
+        _require(
+            answer["timings"]["predicted_n"] == len(generated) > 0, f"{len(generated)} tokens were generated"
+        )
+        return tokens, [*tokens, *generated[:-1]]  # the last one was not evaluated
 
     @contextlib.contextmanager
     def stream(self, id_slot: int, tokens: Sequence[int], n_predict: int) -> Iterator[Callable[[], int]]:
@@ -516,17 +535,6 @@ def server_refuses_a_busy_slot(server: _Server) -> None:
         wait()
 
 
-def server_refuses_a_slot_that_holds_a_chat(server: _Server) -> None:
-    """The chat survives the refusal."""
-    tokens = server.tokens()
-    before = server.complete(tokens, id_slot=0)
-    with server.silent() as path:
-        server.act(0, "share", {"socket": path}).require(409)
-    after = server.complete(tokens, id_slot=0)
-    _require(after["timings"]["cache_n"] == len(tokens) - 1, f"timings are {after['timings']}")
-    server.require_same(after, before, "the chat goes on otherwise")
-
-
 def server_shares_a_slot_once(server: _Server) -> None:
     """The second share is refused, the first goes on."""
     tokens = server.tokens()
@@ -549,6 +557,84 @@ def server_does_not_give_a_shared_slot_away(server: _Server) -> None:
         for _ in range(2 * server.under_test.n_slots):
             server.complete(server.tokens(), n_predict=1)
         server.adopt(share_id, tokens).require(200)
+
+
+# -- a slot that holds something ----------------------------------------------------------------
+
+
+def server_offers_what_a_slot_holds(server: _Server) -> None:
+    """All of it if the request does not say otherwise; and it is there afterwards."""
+    with server.offered() as offer:
+        _require(offer["n_prefix"] == 0, f"n_prefix of an empty slot is {offer['n_prefix']}")
+    tokens, held = server.chat()
+    with server.offered() as offer:
+        _require(offer["n_prefix"] == len(held), f"n_prefix is {offer['n_prefix']}, it held {len(held)}")
+    again = server.complete(tokens, id_slot=0)
+    _require(again["timings"]["cache_n"] == len(tokens) - 1, f"timings are {again['timings']}")
+
+
+def server_continues_a_chat(server: _Server) -> None:
+    """The second turn: only what is new is prefilled, and the answer is that without a handoff."""
+    _, held = server.chat()
+    prompt = [*held, *server.tokens(seed=1)]
+    expected = server.complete(prompt, id_slot=1, cache_prompt=False)
+    with server.offered(tokens=prompt) as offer:
+        _require(offer["n_prefix"] == len(held), f"n_prefix is {offer['n_prefix']}, it held {len(held)}")
+    adopted = server.hand_over(prompt, chat=True)
+    _require(adopted["n_adopted"] == len(prompt) - 1, f"n_adopted is {adopted['n_adopted']}")
+    _require(adopted["n_usable"] == len(prompt) - 1, f"n_usable is {adopted['n_usable']}")
+    _require(adopted["bytes_moved"] == 0, f"{adopted['bytes_moved']} bytes were moved")
+    found = server.complete(prompt, id_slot=0)
+    _require(found["timings"]["cache_n"] == len(prompt) - 1, f"timings are {found['timings']}")
+    server.require_same(found, expected, "another answer than without a handoff")
+
+
+def server_cuts_what_differs(server: _Server) -> None:
+    """A turn that goes on earlier than the slot: what is behind is dropped, or all, never kept."""
+    _, held = server.chat()
+    n = len(held) // 2
+    prompt = [*held[:n], *(token for token in server.tokens(seed=1) if token != held[n])]
+    expected = server.complete(prompt, id_slot=1, cache_prompt=False)
+    with server.offered(tokens=prompt) as offer:
+        _require(offer["n_prefix"] in (0, n), f"n_prefix is {offer['n_prefix']}, {n} tokens are the same")
+    server.hand_over(prompt, chat=True)
+    found = server.complete(prompt, id_slot=0)
+    _require(found["timings"]["cache_n"] == len(prompt) - 1, f"timings are {found['timings']}")
+    server.require_same(found, expected, "another answer than without a handoff")
+
+
+def server_leaves_the_last_token(server: _Server) -> None:
+    """What the slot holds may be the whole prompt; its last token is not offered as held."""
+    _, held = server.chat()
+    with server.offered(tokens=held) as offer:
+        _require(offer["n_prefix"] in (0, len(held) - 1), f"n_prefix is {offer['n_prefix']} of {len(held)}")
+
+
+def server_keeps_a_chat_that_is_not_adopted(server: _Server) -> None:
+    """A share that is released, and one whose provider has filled other tokens: the chat goes on."""
+    _, held = server.chat()
+    prompt = [*held, *server.tokens(seed=1)]
+    changed = [*prompt[:-1], prompt[0] if prompt[-1] != prompt[0] else prompt[1]]
+    expected = server.complete(prompt, id_slot=1, cache_prompt=False)
+    with server.offered(tokens=prompt):
+        pass
+    with server.filled(prompt, prompt=prompt) as share_id:
+        server.adopt(share_id, changed).require(409)
+    found = server.complete(prompt, id_slot=0)
+    _require(found["timings"]["cache_n"] == len(held), f"timings are {found['timings']}")
+    server.require_same(found, expected, "the chat goes on otherwise")
+
+
+def server_keeps_a_chat_from_a_bad_request(server: _Server) -> None:
+    """Tokens of a share that are none: the slot is not touched."""
+    _, held = server.chat()
+    bad_lists: tuple[object, ...] = ([], {}, "x", 7, [[1]])
+    bad_tokens: tuple[object, ...] = (-1, 1 << 31, 1 << 63, "1", 1.5, None, True)
+    with server.silent() as path:
+        for bad in (*bad_lists, *([held[0], token] for token in bad_tokens)):
+            server.act(0, "share", {"socket": path, "tokens": bad}).require(400)
+    with server.offered() as offer:
+        _require(offer["n_prefix"] == len(held), f"n_prefix is {offer['n_prefix']}, it held {len(held)}")
 
 
 # -- adopt -------------------------------------------------------------------------------------

@@ -51,6 +51,18 @@ class Faulty(FakeServer):
     def _socket_path(self, path: Any) -> str:
         return str(path) if self.fault == "goes anywhere" else super()._socket_path(path)
 
+    def _keep(self, slot: Any, tokens: list[int]) -> None:
+        if self.fault == "drops chats":
+            self._empty(slot)
+        if self.fault != "never cuts":
+            super()._keep(slot, tokens)
+
+    def _settle(self, slot: Any) -> None:
+        had_share = slot.share_id is not None
+        super()._settle(slot)
+        if self.fault == "loses chats" and had_share and slot.share_id is None and not slot.busy:
+            self._empty(slot)
+
     async def _take(self, id_slot: int, tokens: list[int]) -> Any:
         if self.fault == "gives slots away" and id_slot < 0:
             id_slot = 0
@@ -65,6 +77,11 @@ class Faulty(FakeServer):
         ("forgets", "adopts_once"),
         ("goes anywhere", "refuses_sockets_elsewhere"),
         ("gives slots away", "does_not_give_a_shared_slot_away"),
+        ("drops chats", "continues_a_chat"),
+        ("never cuts", "cuts_what_differs"),
+        ("never cuts", "leaves_the_last_token"),
+        ("loses chats", "offers_what_a_slot_holds"),
+        ("loses chats", "keeps_a_chat_that_is_not_adopted"),
     ],
 )
 def test_a_faulty_server_does_not_pass(fault: str, name: str) -> None:

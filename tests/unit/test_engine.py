@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
@@ -33,6 +35,7 @@ from kvshare.policy import (
     REFUSALS,
     Estimate,
     Evict,
+    Held,
     Memory,
     Policy,
     Reason,
@@ -46,6 +49,7 @@ from kvshare.policy import (
 )
 from kvshare.server import AdoptedInSlot, ServerClient, Shared, Slot
 from kvshare.testing import FakeDecoder
+from kvshare.testing.fakes import plain_layout
 from kvshare.testing.http import FakeServer, FakeService
 
 TOKENS = tuple(range(100, 400))
@@ -227,6 +231,76 @@ def test_memory_is_bounded_and_forgets() -> None:
     assert memory.n_cached((8,)) == 0
 
 
+@pytest.mark.parametrize(
+    ("prompt", "n_cached", "is_history"),
+    [
+        ((1, 2, 3, 4, 9, 9, 9, 9), 6, True),  # the prompt, and then perhaps the answer
+        ((1, 2, 3, 4), 4, True),
+        ((1, 2, 3, 9, 9, 9), 3, False),  # keeps a half
+        ((1, 9), 1, False),
+        ((9, 1, 2, 3, 4), 0, False),
+        ((), 0, False),
+    ],
+)
+def test_what_a_prompt_goes_on_behind(prompt: tuple[int, ...], n_cached: int, is_history: bool) -> None:
+    held = Held((1, 2, 3, 4), 0, 6)
+    assert held.n_cached(prompt) == n_cached
+    assert held.is_history_of(prompt) is is_history
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "in_slot", "fits"),
+    [
+        (6, 6, True),
+        (6, 0, True),  # cleared, and saved elsewhere
+        (6, 7, False),
+        (6, 4, False),
+        (None, 3, True),  # adopted, and nothing has run there
+        (None, 9, True),  # its client hung up at some point
+        (None, 2, False),
+    ],
+)
+def test_a_slot_says_whether_it_is_the_one(n_tokens: int | None, in_slot: int, fits: bool) -> None:
+    slot = Slot(0, idle=True, n_tokens=in_slot, n_ctx=1000)
+    assert Held((1, 2, 3, 4), 0, n_tokens).fits(slot) is fits
+
+
+def test_memory_keeps_the_newest_of_a_slot_and_of_a_chat() -> None:
+    memory = Memory()
+    memory.add((1, 2), 0, 3)
+    memory.add((7, 8), 0, 3)
+    assert memory.n_cached((1, 2)) == 0
+    memory.add((1, 2), None, 3)
+    memory.add((1, 2, 3, 4), None, 5)
+    assert [held.tokens for held in memory._held] == [(7, 8), (1, 2, 3, 4)]
+    assert memory.history((1, 2, 3, 4, 5, 6)) == Held((1, 2, 3, 4), None, 5)
+    memory.vacate(0)
+    assert memory.history((7, 8, 9)) == Held((7, 8), None, 3)
+
+
+def test_a_slot_that_was_not_named_is_found_by_what_it_holds() -> None:
+    memory = Memory()
+    slots = [Slot(i, idle=True, n_tokens=n, n_ctx=1000) for i, n in enumerate([12, 0, 9, 12])]
+    prompt = tuple(range(1, 20))
+    memory.add((1, 2, 3), None, 9)
+    held = memory.history(prompt)
+    assert held is not None
+    home = memory.home(held, slots)
+    assert home is not None
+    assert home.id_slot == 2
+    memory.add((5, 6), None, 9)  # it might be this one's
+    assert memory.home(held, slots) is None
+    memory.forget()
+    memory.add((1, 2, 3), None, 12)  # two hold as much
+    held = memory.history(prompt)
+    assert held is not None
+    assert memory.home(held, slots) is None
+    memory.add((7,), 0, 12)  # one of these is somebody else's
+    home = memory.home(held, slots)
+    assert home is not None
+    assert home.id_slot == 3
+
+
 SLOTS = [
     Slot(0, idle=True, n_tokens=50, n_ctx=1000),
     Slot(1, idle=False, n_tokens=0, n_ctx=1000),
@@ -308,6 +382,18 @@ def test_timings_that_are_none(value: object) -> None:
     assert Timings.from_json(value) is None
 
 
+def test_timings_say_how_much_is_held() -> None:
+    value = {"cache_n": 100, "prompt_n": 20, "prompt_ms": 3.5, "predicted_n": 8}
+    timings = Timings.from_json(value)
+    assert timings == Timings(100, 20, 3.5, 8)
+    assert timings.n_held == 127  # the last token that was generated was not evaluated
+    assert Timings(100, 20, 3.5, 0).n_held == 120
+    for bad in (None, -1, "8", 8.0, True):
+        timings = Timings.from_json({**value, "predicted_n": bad})
+        assert timings == Timings(100, 20, 3.5)
+        assert timings.n_held is None
+
+
 def test_timings() -> None:
     assert Timings.from_json({"cache_n": 1, "prompt_n": 2, "prompt_ms": 3.5}) == Timings(1, 2, 3.5)
 
@@ -329,6 +415,9 @@ class Scripted:
         self.live: dict[int, int] = {}
         self.expires_ms = 60_000
         self.n_shares = 0
+        self.busy: set[int] = set()
+        self.n_prefix: int | None = None  # what a share answers; None is what the slot holds
+        self.prompts: list[tuple[int, ...]] = []  # of the shares
 
     async def _do(self, name: str) -> None:
         self.calls.append(name)
@@ -339,15 +428,22 @@ class Scripted:
     async def slots(self) -> list[Slot]:
         await self._do("slots")
         return [
-            Slot(i, idle=True, n_tokens=n, n_ctx=4096, id_task=self.id_task[i])
+            Slot(i, idle=i not in self.busy, n_tokens=n, n_ctx=4096, id_task=self.id_task[i])
             for i, n in enumerate(self.n_tokens)
         ]
 
     async def share(
-        self, id_slot: int, socket: str, *, n_tokens: int | None = None, expires_ms: int | None = None
+        self,
+        id_slot: int,
+        socket: str,
+        *,
+        n_tokens: int | None = None,
+        expires_ms: int | None = None,
+        tokens: Sequence[int] | None = None,
     ) -> Shared:
         assert socket == self.socket
-        assert n_tokens == len(TOKENS)
+        assert tokens is not None
+        assert n_tokens == len(tokens)
         assert expires_ms is not None
         assert expires_ms > 0
         if id_slot in self.live.values():
@@ -356,11 +452,13 @@ class Scripted:
         self.n_shares += 1
         share_id = 1000 + self.n_shares
         self.live[share_id] = id_slot
-        return Shared(id_slot, share_id, self.expires_ms, 1.0, "", "", {})
+        self.prompts.append(tuple(tokens))
+        n_prefix = min(self.n_tokens[id_slot], len(tokens) - 1) if self.n_prefix is None else self.n_prefix
+        return Shared(id_slot, share_id, self.expires_ms, 1.0, "", "", {}, n_prefix)
 
     async def prefill(self, share_id: int, tokens: Sequence[int], *, deadline: float) -> None:
         assert share_id in self.live
-        assert tuple(tokens) == TOKENS[:-1]
+        assert tuple(tokens) == self.prompts[-1][:-1]
         assert deadline > time.monotonic()
         await self._do("prefill")
 
@@ -395,7 +493,7 @@ def test_a_handoff() -> None:
         record = await outcome(engine(partner))
         assert partner.calls == ["slots", "share", "prefill", "adopt"]
         assert (record.route, record.reason) == (Route.HANDOFF, Reason.HANDED_OVER)
-        assert (record.id_slot, record.n_tokens, record.n_handed) == (0, 300, 299)
+        assert (record.id_slot, record.n_tokens, record.n_handed, record.bytes_moved) == (0, 300, 299, 0)
         assert min(record.share_ms or 0, record.prefill_ms or 0, record.adopt_ms or 0) > 0
         assert record.to_json()["path"] == "handoff"
 
@@ -593,6 +691,309 @@ def test_a_prompt_again_is_cached() -> None:
         driven.observe(record, Timings(cache_n=0, prompt_n=300, prompt_ms=30))  # it was not
         assert driven.policy.local_ms.value == pytest.approx(0.1)
         assert (await outcome(driven)).reason is Reason.HANDED_OVER
+
+    run(work())
+
+
+# -- conversations -----------------------------------------------------------------------------
+
+
+def turn(n: int) -> tuple[int, ...]:
+    """Return the prompt of a turn: 300 tokens of the user each, and 20 of each answer."""
+    return tuple(range(100, 100 + 320 * n + 300))
+
+
+async def run_turn(driven: Engine, partner: Scripted, n: int, *, id_slot: int | None = None) -> Record:
+    """Run a turn and its request; `id_slot` is where the request runs if the engine leaves that open."""
+    async with driven.prepared(turn(n)) as record:
+        where = id_slot if record.id_slot is None else record.id_slot
+        assert where is not None
+        n_cached = min(partner.n_tokens[where], len(turn(n)) - 1)
+        partner.n_tokens[where] = len(turn(n)) + 19
+        driven.observe(record, Timings(n_cached, len(turn(n)) - n_cached, 1e-3, 20))
+    return record
+
+
+def test_every_turn_goes_to_the_slot_with_its_history() -> None:
+    async def work() -> None:
+        partner = Scripted(n_slots=3)
+        partner.n_tokens[0] = 7  # somebody else's
+        partner.waits["prefill"] = 0.03
+        driven = engine(partner)
+        for n in range(4):
+            record = await run_turn(driven, partner, n)
+            assert (record.reason, record.id_slot) == (Reason.HANDED_OVER, 1)
+            assert record.n_handed == len(turn(n)) - 1
+            assert record.n_prefix == (0 if n == 0 else len(turn(n - 1)) + 19)
+            assert record.to_json()["n_prefix"] == record.n_prefix
+        assert "erase" not in partner.calls
+        assert driven._n_queued == 0
+        # 300 tokens each took 30 ms, however long the conversation was
+        assert driven.policy.provider_ms.value == pytest.approx(0.1, rel=0.5)
+
+    run(work())
+
+
+def test_only_what_is_new_counts() -> None:
+    async def work() -> None:
+        partner = Scripted()
+        driven = engine(partner)
+        await run_turn(driven, partner, 0)
+        # 319 tokens are there; with those of the answer 99 are new
+        partner.calls.clear()
+        async with driven.prepared(turn(1)[:418]) as record:
+            assert (record.reason, record.n_cached) == (Reason.CACHED, 319)
+            assert (record.route, record.id_slot) == (Route.LOCAL, 0)
+            assert driven._reserved == {0}
+        assert partner.calls == ["slots"]
+        async with driven.prepared(turn(1)[:520]) as record:
+            assert record.reason is Reason.HANDED_OVER
+
+    run(work())
+
+
+def test_a_short_turn_does_not_wait_for_its_slot() -> None:
+    async def work() -> None:
+        partner = Scripted()
+        driven = engine(partner)
+        await run_turn(driven, partner, 0)
+        short = turn(0) + (1,) * 30
+        partner.busy = {0}
+        async with driven.prepared(short) as record:
+            assert (record.reason, record.id_slot) == (Reason.CACHED, None)
+        partner.busy = set()
+        driven.memory.forget()
+        driven.memory.add(turn(0), 0, 319)
+        async with driven.prepared(short) as first, driven.prepared(short) as second:
+            assert (first.id_slot, second.id_slot) == (0, None)  # reserved
+        driven.memory.forget()
+        driven.memory.add(turn(0), 0, 319)
+        for n_tokens in (0, 318, 320):  # cleared: the server looks for it itself; or somebody else's
+            partner.n_tokens[0] = n_tokens
+            async with driven.prepared(short) as record:
+                assert (record.reason, record.id_slot) == (Reason.CACHED, None)
+            driven.memory.forget()
+            driven.memory.add(turn(0), 0, 319)
+
+    run(work())
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_short_turn_leaves_its_slot_the_engines_own(cancelled: bool) -> None:
+    async def work() -> None:
+        partner = Scripted(n_slots=1)
+        driven = engine(partner)
+        await run_turn(driven, partner, 0)
+        partner.id_task[0] = 5
+        driven._evictable(await partner.slots())
+        with contextlib.suppress(ConnectionError):
+            async with driven.prepared(turn(0) + (1,) * 30) as record:
+                assert record.id_slot == 0
+                partner.id_task[0] = 6
+                partner.n_tokens[0] = 340
+                if cancelled:
+                    raise ConnectionError
+        # its history is known, whether the client has waited for all of the answer or not
+        async with driven.prepared(turn(0) + (1,) * 60) as record:
+            assert (record.reason, record.id_slot) == (Reason.CACHED, 0)
+        record = await outcome(driven, range(1000, 1300))
+        assert (record.reason, record.id_slot) == (Reason.HANDED_OVER, 0)
+        assert "erase" in partner.calls
+
+    run(work())
+
+
+def test_a_short_turn_survives_a_server_that_does_not_tell() -> None:
+    async def work() -> None:
+        partner = Scripted()
+        driven = engine(partner)
+        await run_turn(driven, partner, 0)
+        partner.raises["slots"] = PeerClosedError("gone")
+        record = await outcome(driven, turn(0) + (1,) * 30)
+        assert (record.reason, record.id_slot) == (Reason.CACHED, None)
+        assert driven.policy._n_failed == 0
+
+    run(work())
+
+
+@pytest.mark.parametrize("lost", ["busy", "reserved", "used"])
+def test_a_turn_whose_slot_is_taken_goes_to_a_clean_one(lost: str) -> None:
+    async def work() -> None:
+        partner = Scripted()
+        driven = engine(partner)
+        await run_turn(driven, partner, 0)
+        partner.busy = {0} if lost == "busy" else set()
+        driven._reserved = {0} if lost == "reserved" else set()
+        partner.n_tokens[0] += 5 if lost == "used" else 0
+        record = await outcome(driven, turn(1))
+        assert (record.reason, record.id_slot, record.n_prefix) == (Reason.HANDED_OVER, 1, 0)
+        assert "erase" not in partner.calls
+
+    run(work())
+
+
+def test_a_chat_that_only_begins_alike_keeps_its_slot() -> None:
+    async def work() -> None:
+        partner = Scripted()
+        driven = engine(partner)
+        await run_turn(driven, partner, 0)
+        other = turn(0)[:150] + tuple(range(5000, 5300))
+        record = await outcome(driven, other)
+        assert (record.reason, record.id_slot) == (Reason.HANDED_OVER, 1)
+        assert (await run_turn(driven, partner, 1)).id_slot == 0
+
+    run(work())
+
+
+@pytest.mark.parametrize("stage", ["prefill", "adopt"])
+def test_a_failed_turn_stays_with_its_history(stage: str) -> None:
+    async def work() -> None:
+        partner = Scripted()
+        now = [0.0]
+        driven = engine(partner, clock=lambda: now[0])
+        await run_turn(driven, partner, 0)
+        partner.raises[stage] = LedgerIncompleteError("no")
+        record = await run_turn(driven, partner, 1)
+        assert (record.route, record.id_slot, record.n_prefix) == (Route.LOCAL, 0, 319)
+        assert record.n_reused == 319
+        assert partner.live == {}
+        del partner.raises[stage]
+        record = await run_turn(driven, partner, 2)  # in the pause: still on its slot
+        assert (record.reason, record.id_slot) == (Reason.PAUSED, 0)
+        now[0] = 60.0
+        record = await run_turn(driven, partner, 3)
+        assert (record.reason, record.id_slot) == (Reason.HANDED_OVER, 0)
+        assert record.n_prefix == len(turn(2)) + 19
+
+    run(work())
+
+
+def test_a_failed_turn_whose_slot_is_stuck_goes_as_it_came() -> None:
+    async def work() -> None:
+        partner = Scripted()
+        driven = engine(partner)
+        await run_turn(driven, partner, 0)
+        partner.raises = {"prefill": PeerClosedError("died"), "release": PeerClosedError("busy")}
+        assert (await outcome(driven, turn(1))).id_slot is None
+
+    run(work())
+
+
+def test_a_turn_that_is_cancelled_leaves_its_history() -> None:
+    async def work() -> None:
+        partner = Scripted()
+        driven = engine(partner)
+        await run_turn(driven, partner, 0)
+        partner.waits["prefill"] = 5
+        task = asyncio.ensure_future(outcome(driven, turn(1)))
+        await until(lambda: partner.calls.count("prefill") == 2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await driven.close()
+        partner.waits.clear()
+        record = await run_turn(driven, partner, 1)
+        assert (record.reason, record.id_slot, record.n_prefix) == (Reason.HANDED_OVER, 0, 319)
+
+    run(work())
+
+
+def test_a_chat_that_began_locally_is_found() -> None:
+    """In OpenAI's form the answer does not say where it ran."""
+
+    async def work() -> None:
+        partner = Scripted(n_slots=4)
+        driven = engine(partner)
+        driven.policy.threshold = 400
+        assert (await run_turn(driven, partner, 0, id_slot=2)).reason is Reason.SHORT
+        driven.policy.threshold = 100
+        record = await run_turn(driven, partner, 1)
+        assert (record.reason, record.id_slot, record.n_prefix) == (Reason.HANDED_OVER, 2, 319)
+
+    run(work())
+
+
+def test_an_answer_may_say_where_it_ran() -> None:
+    async def work() -> None:
+        partner = Scripted(n_slots=4)
+        driven = engine(partner)
+        driven.policy.threshold = 400
+        async with driven.prepared(turn(0)) as record:
+            partner.n_tokens[3] = 319
+            driven.observe(record, Timings(0, 300, 1e-3, 20), id_slot=3)
+        partner.n_tokens[2] = 319  # by chance
+        driven.policy.threshold = 100
+        assert (await run_turn(driven, partner, 1)).id_slot == 3
+        assert 3 in driven._owned  # a handoff has filled it since
+        assert 2 not in driven._owned
+
+    run(work())
+
+
+def test_a_slot_may_hold_more_than_anybody_knew() -> None:
+    """After a restart of the engine, from where the server keeps idle prompts."""
+
+    async def work() -> None:
+        partner = Scripted()
+        driven = engine(partner)
+        partner.n_prefix = 299
+        record = await outcome(driven)
+        assert (record.route, record.reason, record.id_slot) == (Route.LOCAL, Reason.CACHED, 0)
+        assert partner.calls == ["slots", "share", "release"]
+        partner.n_prefix = 150
+        record = await outcome(driven, range(1000, 1300))
+        assert (record.reason, record.n_prefix) == (Reason.HANDED_OVER, 150)
+
+    run(work())
+
+
+@pytest.mark.parametrize("n_prefix", [-1, 300, 1 << 40])
+def test_an_impossible_prefix_is_no_handoff(n_prefix: int) -> None:
+    async def work() -> None:
+        partner = Scripted()
+        partner.n_prefix = n_prefix
+        record = await outcome(engine(partner))
+        assert (record.route, record.reason, record.id_slot) == (Route.LOCAL, Reason.ERROR, None)
+        assert partner.live == {}
+
+    run(work())
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_it_is_learned_whether_what_was_cleared_is_kept(keeps: bool) -> None:
+    """A turn whose slot was cleared: what the provider has to do for it is what the last one had."""
+
+    async def work() -> None:
+        partner = Scripted()
+        driven = engine(partner)
+        for n in range(3):
+            await run_turn(driven, partner, n)
+            partner.n_tokens[0] = 0
+            partner.n_prefix = len(turn(n)) + 19 if keeps else 0
+        assert driven._keeps_idle is keeps
+        # not so much faster that it could start over
+        driven.policy = policy(provider=2.0, local=2.5, fixed=0)
+        record = await outcome(driven, turn(5))
+        assert record.reason is (Reason.HANDED_OVER if keeps else Reason.LOCAL_FASTER)
+
+    run(work())
+
+
+def test_more_chats_than_slots() -> None:
+    """The one that was not used for longest makes room, and starts over when it comes back."""
+
+    async def work() -> None:
+        partner = Scripted()
+        driven = engine(partner)
+        chats = [tuple(range(k, k + 300)) for k in (1000, 2000, 3000)]
+        for tokens in chats[:2]:
+            await outcome(driven, tokens)
+        await outcome(driven, chats[0] + tuple(range(300)))
+        record = await outcome(driven, chats[2])
+        assert (record.id_slot, record.n_prefix) == (1, 0)
+        assert partner.calls.count("erase") == 1
+        record = await outcome(driven, chats[1] + tuple(range(300)))
+        assert (record.n_cached, record.n_prefix, record.id_slot) == (0, 0, 0)
 
     run(work())
 
@@ -928,6 +1329,96 @@ def test_in_process(service: FakeService, folder: Path) -> None:
                 await adapter.adopt(0, 7, [1])
             await adapter.erase(0)
             assert decoder.n_past(0) == 0
+            await adapter.close()
+
+    run(work())
+
+
+def test_in_process_conversation(service: FakeService, folder: Path) -> None:
+    """A program that says what its sequences hold."""
+
+    async def work() -> None:
+        with FakeDecoder(layout=plain_layout(kv_size=2048)) as decoder:
+            adapter = InProcessDecoder(decoder, history=decoder.tokens)
+            driven = Engine(adapter, ProviderClient(service.path), Policy(threshold=100))
+            for n in range(3):
+                async with driven.prepared(turn(n)) as record:
+                    assert (record.reason, record.id_slot) == (Reason.HANDED_OVER, 0)
+                    assert record.n_prefix == (0 if n == 0 else len(turn(n - 1)) + 19)
+                    with FakeDecoder(layout=plain_layout(kv_size=2048)) as local:
+                        local.prefill(turn(n)[:-1])
+                        assert decoder.logits() == local.logits()
+                    # the last token of the prompt, and all of the answer but its last
+                    decoder.extend(turn(n + 1)[len(turn(n)) - 1 : len(turn(n)) + 19])
+            assert service.prefilled == [299, 300, 300]
+            await adapter.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("held", "prompt", "n_prefix"),
+    [
+        (range(40), range(60), 40),
+        (range(40), None, 40),
+        (range(40), range(41), 40),
+        (range(40), range(40), 0),  # a token has to be left, and it is not cut
+        (range(40), [*range(39), *range(100, 120)], 0),
+        (range(39), range(60), 0),  # not what the sequence holds
+        ((), range(60), 0),
+    ],
+)
+def test_in_process_history(
+    service: FakeService, held: Sequence[int], prompt: Sequence[int] | None, n_prefix: int
+) -> None:
+    async def work() -> None:
+        with FakeDecoder() as decoder:
+            decoder.prefill(range(40), 1)
+            adapter = InProcessDecoder(decoder, history=lambda seq_id: held if seq_id == 1 else ())
+            shared = await adapter.share(1, service.path, n_tokens=80, tokens=prompt)
+            assert shared.n_prefix == decoder.n_past(1) == n_prefix
+            await adapter.release(1, shared.share_id)
+            assert decoder.n_past(1) == n_prefix
+            await adapter.close()
+
+    run(work())
+
+
+def test_in_process_without_a_history(service: FakeService) -> None:
+    """What was adopted is known, until something else is decoded there."""
+
+    async def work() -> None:
+        with FakeDecoder(layout=plain_layout(kv_size=2048)) as decoder:
+            adapter = InProcessDecoder(decoder)
+            driven = Engine(adapter, ProviderClient(service.path), Policy(threshold=100))
+            for n, n_prefix in ((0, 0), (1, 299), (2, 0)):
+                record = await outcome(driven, turn(n))
+                assert (record.reason, record.n_prefix) == (Reason.HANDED_OVER, n_prefix)
+                if n == 1:
+                    decoder.extend([1, 2, 3])
+            await adapter.close()
+
+    run(work())
+
+
+def test_in_process_close_waits_for_the_decoder() -> None:
+    """What was cancelled still runs on its thread; the program may free the decoder afterwards."""
+
+    async def work() -> None:
+        with FakeDecoder() as decoder:
+            adapter = InProcessDecoder(decoder)
+            begun, done = threading.Event(), threading.Event()
+
+            def step() -> None:
+                begun.set()
+                time.sleep(0.1)
+                done.set()
+
+            task = asyncio.ensure_future(adapter.run(step))
+            await until(begun.is_set)
+            task.cancel()
+            await adapter.close()
+            assert done.is_set()
             await adapter.close()
 
     run(work())

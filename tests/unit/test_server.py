@@ -93,6 +93,7 @@ def test_a_handoff(server: FakeServer, folder: Path) -> None:
             assert shared.expires_ms == 60_000
             assert len(shared.layout) == len(shared.semantics) == 64
             assert shared.params["seq_id"] == 2
+            assert shared.n_prefix == 0
             await asyncio.to_thread(wait)
             adopted = await client.adopt(2, shared.share_id, TOKENS)
         assert (adopted.n_adopted, adopted.n_usable, adopted.bytes_moved) == (40, 40, 0)
@@ -100,10 +101,46 @@ def test_a_handoff(server: FakeServer, folder: Path) -> None:
         with pytest.raises(ReplayError):
             await client.adopt(2, shared.share_id, TOKENS)
         await client.release(2, shared.share_id)
-        with pytest.raises(SequenceInUseError):
-            await client.share(2, path)
         await client.erase(2)
         assert [slot.n_tokens for slot in await client.slots()] == [0, 0, 0, 0]
+
+    ask(server, handoff)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "n_prefix"),
+    [
+        (None, 40),
+        ([*TOKENS, *range(100, 120)], 40),
+        ([*TOKENS[:30], *range(100, 120)], 30),
+        (TOKENS[:30], 29),
+        (TOKENS, 39),
+        ([7, 8], 0),
+    ],
+)
+def test_a_slot_that_holds_something(
+    server: FakeServer, folder: Path, tokens: list[int] | None, n_prefix: int
+) -> None:
+    """It keeps what the prompt begins with, whether the share is adopted or not."""
+    path = str(folder / "p.sock")
+    whole = [*TOKENS, 50] if tokens is None else tokens
+
+    async def handoff(client: ServerClient) -> None:
+        with serving_once(path, TOKENS) as wait:
+            first = await client.share(2, path)
+            await asyncio.to_thread(wait)
+            await client.adopt(2, first.share_id, TOKENS)
+        with serving_once(path, whole):
+            shared = await client.share(2, path, tokens=tokens)
+            assert shared.n_prefix == n_prefix
+            await client.release(2, shared.share_id)
+        assert server.slot_tokens(2) == whole[:n_prefix]
+        with serving_once(path, whole) as wait:
+            shared = await client.share(2, path, tokens=tokens)
+            assert shared.n_prefix == n_prefix
+            await asyncio.to_thread(wait)
+            assert (await client.adopt(2, shared.share_id, whole)).n_adopted == len(whole)
+        assert server.slot_tokens(2) == whole
 
     ask(server, handoff)
 

@@ -206,6 +206,48 @@ def test_either_comes_first(start: Callable[..., Running], decoder: FakeDecoder,
     assert running.filler.threads == {"model"}
 
 
+def test_a_job_that_goes_on_behind_a_prefix(start: Callable[..., Running], decoder: FakeDecoder) -> None:
+    """Progress begins there, and counts from position 0."""
+    running = start()
+    decoder.prefill(TOKENS[:20])
+    with (
+        shared(decoder, running.path, prefix=TOKENS[:20]) as share,
+        Job(running.path, share.share_id) as job,
+    ):
+        assert job.outcome().ok
+        assert job.progress == [28, 36, 40]
+        seen: list[tuple[int, int]] = []
+        share.wait(progress=lambda *each: seen.append(each))
+        assert seen == [(n, 40) for n in job.progress]
+        decoder.adopt(share, TOKENS)
+    with FakeDecoder() as local:
+        local.prefill(TOKENS)
+        assert decoder.logits() == local.logits()
+    for event in ("begun", "done"):
+        said = running.wait_for(event, share_id=share.share_id)
+        assert (said["n_tokens"], said["n_prefix"]) == (40, 20)
+
+
+def test_a_job_that_goes_on_behind_another_prefix(
+    start: Callable[..., Running], decoder: FakeDecoder
+) -> None:
+    """It fails, and the sequence is as it was."""
+    running = start()
+    decoder.prefill(range(100, 120))
+    before = decoder.logits()
+    with (
+        shared(decoder, running.path, prefix=range(100, 120)) as share,
+        Job(running.path, share.share_id) as job,
+    ):
+        outcome = job.outcome()
+        assert not outcome.ok
+        assert outcome.error
+        assert "prefix" in outcome.error
+    assert decoder.logits() == before
+    decoder.clear()
+    assert_serves(running, decoder)
+
+
 def test_a_decoder_that_hangs_up_after_sending(start: Callable[..., Running], decoder: FakeDecoder) -> None:
     running = start()
     with shared(decoder, None) as share:
