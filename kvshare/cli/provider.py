@@ -133,15 +133,16 @@ class _Lines:
             return
         self._shown = now
         who = f"share {fields['share_id']}: " if fields.get("share_id") else ""
-        fields |= {"as": "warm" if fields.get("warm") else "cold"}
+        n_new = fields.get("n_tokens", 0) - fields.get("n_prefix", 0)
+        fields |= {"as": "warm" if fields.get("warm") else "cold", "n_new": n_new}
         print(f"{time.strftime('%H:%M:%S')} {who}{_TEXTS[event].format(**fields)}", flush=True)
 
 
 _TEXTS = {
     "listening": "listening at {socket}",
-    "begun": "prefilling {n_tokens:,} tokens, {as}",
+    "begun": "prefilling {n_new:,} tokens behind {n_prefix:,}, {as}",
     "progress": "{n_filled:,} of {n_tokens:,} tokens",
-    "done": "done, {n_tokens:,} tokens in {fill_ms:,.0f} ms",
+    "done": "done, {n_new:,} tokens in {fill_ms:,.0f} ms",
     "failed": "failed: {error}",
     "dropped": "dropped: {error}",
     "cold": "gave the context back: {reason}",

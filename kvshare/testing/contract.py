@@ -17,9 +17,10 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from kvshare import wire
@@ -60,7 +61,13 @@ class Harness(Protocol):
         """Return what the sequence leads to, such as logits; leave it as it is."""
 
     def expected(
-        self, tokens: Sequence[int], seq_id: int, header: wire.ShareHeader, *, cuts: Sequence[int] = ()
+        self,
+        tokens: Sequence[int],
+        seq_id: int,
+        header: wire.ShareHeader,
+        *,
+        cuts: Sequence[int] = (),
+        headers: Mapping[int, wire.ShareHeader] = MappingProxyType({}),
     ) -> bytes:
         """Return what `answer` has to be after these tokens, from the first cell of this header on.
 
@@ -69,6 +76,7 @@ class Harness(Protocol):
             seq_id: the sequence.
             header: of the first share of the sequence.
             cuts: positions where a decode call begins, besides 0: sums may run in another order.
+            headers: of further shares, by the position where they began.
         """
 
     def go_on(self, seq_id: int, tokens: Sequence[int]) -> None:
@@ -186,13 +194,13 @@ class _Chat:
         seq_id: its sequence.
         tokens: what the sequence holds.
         cuts: where a decode call began.
-        header: of the first share.
+        headers: of its shares, by the position where they began.
     """
 
     seq_id: int = 0
     tokens: list[int] = field(default_factory=list)
     cuts: list[int] = field(default_factory=list)
-    header: wire.ShareHeader | None = None
+    headers: dict[int, wire.ShareHeader] = field(default_factory=dict)
 
     def asked(self, harness: Harness, seed: int) -> list[int]:
         """Return the tokens with those of the next turn behind them."""
@@ -208,8 +216,8 @@ class _Chat:
     def adopted(self, tokens: Sequence[int], header: wire.ShareHeader) -> None:
         """Note that the sequence holds these tokens now."""
         self.cuts.append(len(self.tokens))
+        self.headers[len(self.tokens)] = header
         self.tokens = list(tokens)
-        self.header = self.header or header
 
     def answer(self, harness: Harness, seed: int) -> None:
         """Let the decoder go on."""
@@ -233,8 +241,9 @@ class _Chat:
         """Check what the sequence holds and answers; the last step of a check, or clear behind it."""
         n_past = harness.n_past(self.seq_id)
         _require(n_past == len(self.tokens), f"it holds {n_past} tokens, not {len(self.tokens)}")
-        assert self.header is not None
-        expected = harness.expected(self.tokens, self.seq_id, self.header, cuts=self.cuts[1:])
+        expected = harness.expected(
+            self.tokens, self.seq_id, self.headers[0], cuts=self.cuts[1:], headers=self.headers
+        )
         _require(
             harness.answer(self.seq_id) == expected, "the conversation goes on otherwise than a local one"
         )
@@ -259,8 +268,7 @@ def _overwrite(offer: Offer, rows: slice) -> None:
 
 def _prefix_rows(chat: _Chat) -> slice:
     """Return the rows where a conversation begins."""
-    assert chat.header is not None
-    ((first, _),) = chat.header.cells[0]
+    ((first, _),) = chat.headers[0].cells[0]
     return slice(first, first + N_TOKENS)
 
 
@@ -555,9 +563,10 @@ def decoder_goes_on_with_two_conversations(harness: Harness) -> None:
             _fill(harness, other, second.asked(harness, 8))
         _fill(harness, offer, tokens)
         harness.decoder.adopt(share, tokens)
-    for chat, n_tokens in ((first, len(tokens)), (second, len(second.tokens))):
-        n_past = harness.n_past(chat.seq_id)
-        _require(n_past == n_tokens, f"sequence {chat.seq_id} holds {n_past} tokens, not {n_tokens}")
+    first.adopted(tokens, share.header)
+    first.require_exact(harness)
+    n_past = harness.n_past(1)
+    _require(n_past == len(second.tokens), f"the other holds {n_past} tokens, not {len(second.tokens)}")
     _require(harness.answer(1) == before, "the other conversation answers otherwise now")
     harness.clear(1)
 

@@ -352,7 +352,7 @@ class _Handoff:
 
     def _adopt(self, blob: bytes, *, sampled: bool) -> str:
         handle = self._context.handle
-        self._lib.llama_kv_share_reserve(handle, _SEQ_ID, self._case.n_tokens)
+        self._lib.llama_kv_share_reserve(handle, _SEQ_ID, self._case.n_tokens, 0)
         if self._leased() != self._lease:
             self._lib.llama_kv_share_release(handle, _SEQ_ID, True)
             self.drifted = True
@@ -426,7 +426,7 @@ class _Handoff:
     def _refuse(self) -> None:
         """Learn what a refusal leaves in the regions: what other sequences hold."""
         self._context.clear(_SEQ_ID)
-        self._lib.llama_kv_share_reserve(self._context.handle, _SEQ_ID, self._case.n_tokens)
+        self._lib.llama_kv_share_reserve(self._context.handle, _SEQ_ID, self._case.n_tokens, 0)
         if self._leased() != self._lease:
             raise Finding("a share after the first one gets another lease")
         self._map()

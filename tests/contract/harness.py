@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 from kvshare import Context, Decoder, Model, Offer, Provider, wire
 from kvshare.testing import FakeDecoder, FakeProvider
+
+NO_HEADERS: Mapping[int, wire.ShareHeader] = MappingProxyType({})
 
 
 class FakeHarness:
@@ -35,7 +38,13 @@ class FakeHarness:
         return found
 
     def expected(
-        self, tokens: Sequence[int], seq_id: int, header: wire.ShareHeader, *, cuts: Sequence[int] = ()
+        self,
+        tokens: Sequence[int],
+        seq_id: int,
+        header: wire.ShareHeader,
+        *,
+        cuts: Sequence[int] = (),
+        headers: Mapping[int, wire.ShareHeader] = NO_HEADERS,
     ) -> bytes:
         with FakeDecoder() as local:
             local.prefill(tokens)
@@ -96,15 +105,26 @@ class NativeHarness:
         return found
 
     def expected(
-        self, tokens: Sequence[int], seq_id: int, header: wire.ShareHeader, *, cuts: Sequence[int] = ()
+        self,
+        tokens: Sequence[int],
+        seq_id: int,
+        header: wire.ShareHeader,
+        *,
+        cuts: Sequence[int] = (),
+        headers: Mapping[int, wire.ShareHeader] = NO_HEADERS,
     ) -> bytes:
         from kvshare._native import signatures
 
-        ranges = [signatures.Range(i, a, b) for i, cache in enumerate(header.cells) for a, b in cache]
-        lease = (signatures.Range * len(ranges))(*ranges)
+        headers = {0: header, **headers}
         with Context.create(self.model, **self.params) as local:
-            local.library.lib.llama_kv_share_confine(local.handle, seq_id, lease, len(lease))
+            confine = local.library.lib.llama_kv_share_confine
             for start, end in pairwise((0, *cuts, len(tokens))):
+                if start in headers:
+                    cells = enumerate(headers[start].cells)
+                    ranges = [signatures.Range(i, a, b) for i, cache in cells for a, b in cache]
+                    confine(local.handle, seq_id, (signatures.Range * len(ranges))(*ranges), len(ranges))
+                elif headers.keys() > {0}:  # an answer, where the sequence goes on by itself
+                    confine(local.handle, seq_id, None, 0)
                 local.decode(tokens[start:end], position=start, seq_id=seq_id)
             return self._next(local, seq_id)
 

@@ -20,7 +20,7 @@ HUGE64 = (1 << 64) - 1
 
 def headers() -> dict[str, bytes]:
     """Return headers by name."""
-    share, job, progress, ok, failed = fuzz.HeaderCheck().seeds()
+    share, job, progress, ok, failed, frozen, get_prefix, list_prefixes, prefixes = fuzz.HeaderCheck().seeds()
 
     def with_layout(text: bytes) -> bytes:
         return share.replace(b'"layout":null', b'"layout":' + text)
@@ -31,6 +31,10 @@ def headers() -> dict[str, bytes]:
         "progress": progress,
         "outcome-ok": ok,
         "outcome-failed": failed,
+        "frozen": frozen,
+        "prefix-get": get_prefix,
+        "prefix-list": list_prefixes,
+        "prefixes": prefixes,
         "empty": b"",
         "truncated": share[:-1],
         "not-utf8": share.replace(b"n_ctx", b"n_\xff\xfe"),
@@ -49,17 +53,23 @@ def headers() -> dict[str, bytes]:
         "cells-descend": share.replace(b"[512,768]", b"[128,768]"),
         "true-is-no-integer": share.replace(b'"share_id":1', b'"share_id":true'),
         "share-id-is-a-double": share.replace(b'"share_id":1', b'"share_id":1.0'),
+        "frozen-name-is-a-path": frozen.replace(b"system-prompt_1.0", b"../1.0"),
+        "frozen-ledger-is-tokens": frozen.replace(b'"fd":2', b'"fd":1'),
+        "prefix-get-without-name": get_prefix.replace(b'"system-prompt_1.0"', b"null"),
+        "prefix-op-unknown": get_prefix.replace(b'"get"', b'"put"'),
+        "prefixes-none": b'{"prefixes":[],"protocol":1}',
     }
 
 
 def ledgers() -> dict[str, bytes]:
     """Return ledgers by name, each with room for 128 bytes of a blob of 64."""
-    issued, filling, complete, failed = (seed[:640] for seed in fuzz.LedgerCheck().seeds())
+    issued, filling, complete, failed, continued = (seed[:640] for seed in fuzz.LedgerCheck().seeds())
     return {
         "issued": issued,
         "filling": filling,
         "complete": complete,
         "failed": failed,
+        "continued": continued,
         "empty": b"",
         "header-cut": complete[:511],
         "blob-cut": complete[:575],
@@ -73,6 +83,13 @@ def ledgers() -> dict[str, bytes]:
         "blob-to-the-end": put(complete, 192, 8, 128),
         "blob-beyond-the-end": put(complete, 192, 8, 129),
         "error-without-end": failed[:200] + b"\xc3" * 256 + failed[456:],
+        "prefix-of-more": put(continued, 456, 8, 2),
+        "prefix-of-none": put(continued, 456, 8, 0),
+        "prefix-of-others": put(continued, 464, 1, 0),
+        "prefix-behind-header": put(continued, 496, 8, 520),
+        "prefix-overflows": put(put(continued, 496, 8, HUGE64 - 7), 504, 8, 16),
+        "prefix-huge": put(continued, 504, 8, HUGE64),
+        "blob-in-prefix": put(continued, 184, 8, 512),
     }
 
 

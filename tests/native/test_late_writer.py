@@ -22,6 +22,7 @@ from kvshare import Decoder, Model, Offer, Provider, Share
 from kvshare.errors import (
     DeadlineExceededError,
     ExpiredError,
+    KvshareError,
     LedgerDigestError,
     LedgerError,
     LedgerIncompleteError,
@@ -216,8 +217,8 @@ def n_free_cells(decoder: Decoder) -> int:
     n, seq_id = 0, 2
     decoder.context.clear(seq_id)
     for size in (512, 256, 128, 64, 32, 16, 8, 4, 2, 1):
-        with contextlib.suppress(Exception):
-            lib.llama_kv_share_reserve(handle, seq_id, size)
+        with contextlib.suppress(KvshareError):
+            lib.llama_kv_share_reserve(handle, seq_id, size, 0)
             lib.llama_kv_share_release(handle, seq_id, False)
             n = max(n, size)
     return n

@@ -1,4 +1,4 @@
-"""Ten turns of a chat: engine, patched llama-server and provider as real processes, against a plain server.
+"""Turns of a chat: engine, patched llama-server and provider as real processes, against a plain server.
 
 Every turn is the whole conversation so far, with what the server itself has generated, and some new
 tokens of the user. The provider prefills all of the new ones but the last. The plain server does the
@@ -10,6 +10,7 @@ same: without a unified cache. With one, new cells may be elsewhere, and roundin
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -30,10 +31,11 @@ __all__ = ["gemma_path"]
 
 pytestmark = pytest.mark.native
 
-N_TURNS = 10
-N_USER = 120  # tokens of a turn
+N_TURNS = 4
+N_USER = 100  # tokens of a turn
 N_GENERATE = 12
 N_UBATCH = 64  # so that a provider can be killed in the middle of a turn
+ENGINE = ("--threshold", "64", "--patience", "1000")
 BATCH = ("--n-batch", "2048", "--n-ubatch", str(N_UBATCH))
 COMMON = ("-b", "2048", "-ub", str(N_UBATCH), "--ctx-size", "8192", "--ctx-checkpoints", "0")
 OPTIONS = {"default": (), "streams": ("-np", "2", "--no-kv-unified")}
@@ -61,10 +63,9 @@ class Setup:
 def provider_and_engine(
     model: Path, server: processes.Running, socket: Path, folder: Path
 ) -> Iterator[tuple[processes.Running, processes.Running]]:
-    options = ("--threshold", "64", "--patience", "1000")
     with (
         processes.provider(model, socket, folder / f"{socket.stem}-provider.log", *BATCH) as provider,
-        processes.engine(server.url, socket, folder / f"{socket.stem}-engine.log", *options) as engine,
+        processes.engine(server.url, socket, folder / f"{socket.stem}-engine.log", *ENGINE) as engine,
     ):
         yield provider, engine
 
@@ -75,7 +76,12 @@ def set_up(program: Path, model: Path, options: Sequence[str]) -> Iterator[Setup
         share_dir = folder / "share"
         share_dir.mkdir(mode=0o700)
         everything = (*COMMON, "--slot-save-path", str(folder), *options)
-        plain = stack.enter_context(processes.llama_server(program, model, folder / "plain.log", *everything))
+        # it can share, so that it goes on behind a window as the other one does
+        plain_dir = folder / "plain"
+        plain_dir.mkdir(mode=0o700)
+        plain = stack.enter_context(
+            processes.llama_server(program, model, folder / "plain.log", *everything, share_dir=plain_dir)
+        )
         server = stack.enter_context(
             processes.llama_server(program, model, folder / "server.log", *everything, share_dir=share_dir)
         )
@@ -84,9 +90,17 @@ def set_up(program: Path, model: Path, options: Sequence[str]) -> Iterator[Setup
 
 
 @pytest.fixture(scope="module", params=OPTIONS)
-def setup(request: pytest.FixtureRequest, program: Path, model_path: Path) -> Iterator[Setup]:
+def processes_of(request: pytest.FixtureRequest, program: Path, model_path: Path) -> Iterator[Setup]:
     with set_up(program, model_path, OPTIONS[request.param]) as made:
         yield made
+
+
+@pytest.fixture
+def setup(processes_of: Setup, tmp_path: Path) -> Iterator[Setup]:
+    """An engine of its own: it leaves a prompt to the server now and then, to learn how fast that is."""
+    socket, log = processes_of.share_dir / "turns.sock", tmp_path / "engine.log"
+    with processes.engine(processes_of.server.url, socket, log, *ENGINE) as engine:
+        yield dataclasses.replace(processes_of, engine=engine)
 
 
 # -- turns -------------------------------------------------------------------------------------
@@ -147,16 +161,27 @@ def events(log: Path, event: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == event]
 
 
+def told(log: Path, event: str, n_tokens: int) -> dict[str, Any]:
+    """Return the last event, which is about a prompt of so many tokens; it may be written a bit later."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        said = events(log, event)
+        if said and said[-1]["n_tokens"] == n_tokens:
+            return said[-1]
+        assert time.monotonic() < deadline, said[-1:]
+        time.sleep(0.01)
+
+
 def check_turn(setup: Setup, prompt: Sequence[int], answer: Answer, n_held: int) -> None:
     """Check that a turn was handed over, and that only what is new was prefilled."""
     assert answer.headers["X-Kvshare-Path"] == "handoff", answer.headers["X-Kvshare-Reason"]
     assert answer.cache_n == len(prompt) - 1
-    record = events(setup.engine.log, "completion")[-1]
-    assert (record["n_tokens"], record["n_handed"]) == (len(prompt), len(prompt) - 1)
+    record = told(setup.engine.log, "completion", len(prompt))
+    assert record["n_handed"] == len(prompt) - 1
     assert record["n_prefix"] == n_held
     assert record["bytes_moved"] == 0
-    done = events(setup.provider.log, "done")[-1]
-    assert (done["n_tokens"], done["n_prefix"]) == (len(prompt) - 1, n_held)
+    done = told(setup.provider.log, "done", len(prompt) - 1)
+    assert done["n_prefix"] == n_held
     first = next(
         event["n_filled"]
         for event in events(setup.provider.log, "progress")
@@ -190,8 +215,8 @@ def require_same(answers: Sequence[Answer], expected: Sequence[Answer]) -> None:
 
 
 @pytest.mark.slow
-def test_ten_turns(setup: Setup) -> None:
-    answers, expected, slots = converse(setup, "ten turns", N_TURNS)
+def test_turns(setup: Setup) -> None:
+    answers, expected, slots = converse(setup, "turns", N_TURNS)
     assert len(set(slots)) == 1
     warm = [event["warm"] for event in events(setup.provider.log, "begun")[-N_TURNS:]]
     assert all(warm[1:])
@@ -233,6 +258,7 @@ def test_a_short_turn_goes_to_its_slot(setup: Setup) -> None:
         else:
             assert answer.headers["X-Kvshare-Reason"].startswith("cached")
             assert answer.cache_n == n_held
+            told(setup.engine.log, "completion", len(prompt))
         chat.take(prompt, answer)
     slots = [record["id_slot"] for record in events(setup.engine.log, "completion")[-3:]]
     assert len(set(slots)) == 1
@@ -265,8 +291,9 @@ def test_messages(setup: Setup) -> None:
         body = {"messages": messages, "max_tokens": N_GENERATE, "temperature": 0}
         headers, answer = post(setup.engine, CHAT, body)
         assert headers["X-Kvshare-Path"] == "handoff", headers["X-Kvshare-Reason"]
-        record = events(setup.engine.log, "completion")[-1]
-        assert answer["timings"]["cache_n"] == record["n_tokens"] - 1
+        usage = answer["timings"]
+        record = told(setup.engine.log, "completion", usage["cache_n"] + usage["prompt_n"])
+        assert usage["cache_n"] == record["n_tokens"] - 1
         assert record["n_prefix"] >= n_before
         assert record["bytes_moved"] == 0
         n_before = record["n_tokens"]  # all of the last prompt is in this one
@@ -317,7 +344,7 @@ def test_a_failed_turn_leaves_the_history(setup: Setup, model_path: Path, tmp_pa
 @pytest.mark.slow
 @pytest.mark.gemma
 def test_a_sliding_window(program: Path, gemma_path: Path) -> None:
-    """Ten turns, far past the window."""
+    """Past the window."""
     with set_up(program, gemma_path, OPTIONS["streams"]) as setup:
         answers, expected, _ = converse(setup, "window", N_TURNS)
         require_same(answers, expected)

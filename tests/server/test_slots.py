@@ -82,6 +82,7 @@ def test_the_next_completion_reuses_it(server: Server, model: Model, slot: int, 
         "params",
         "regions",
         "expires_ms",
+        "n_prefix",
         "t_us",
     }
     answer = server.completion(tokens, id_slot=slot)
@@ -137,19 +138,38 @@ def test_other_slots_go_on(server: Server, model: Model, slot: int, tokens: list
 # -- the life of a share -------------------------------------------------------------------------
 
 
-def test_a_refusal_keeps_the_chat(server: Server, model: Model, slot: int, tokens: list[int]) -> None:
-    server.completion(tokens, id_slot=slot)
-    with Provider(server.share_dir / "chat.sock", model, tokens) as provider:
-        status, answer = share(server, slot, "chat.sock")
-        assert status == 409, answer
-        # the provider waits for another one
+def test_a_chat_goes_on(server: Server, model: Model, slot: int, tokens: list[int]) -> None:
+    """The slot offers all it holds; what is adopted is behind it."""
+    server.completion(tokens[:100], id_slot=slot, n_predict=1)
+    with Provider(server.share_dir / "chat.sock", model, tokens[:-1]) as provider:
         status, offer = share(server, slot, "chat.sock")
-        assert status == 409, offer
-        server.slot(slot, "erase", {})
-        status, offer = share(server, slot, "chat.sock", n_tokens=len(tokens))
-        assert status == 200
-        assert adopt(server, slot, offer["share_id"], tokens)[0] == 200
+        assert status == 200, offer
+        assert offer["n_prefix"] == 100
+        status, answer = adopt(server, slot, offer["share_id"], tokens[:-1])
+        assert status == 200, answer
+        assert (answer["n_adopted"], answer["bytes_moved"]) == (len(tokens) - 1, 0)
     assert provider.error is None
+    answer = server.completion(tokens, id_slot=slot)
+    assert answer["timings"]["cache_n"] == len(tokens) - 1
+
+
+def test_a_chat_stays_when_its_turn_fails(server: Server, model: Model, slot: int, tokens: list[int]) -> None:
+    server.completion(tokens[:100], id_slot=slot, n_predict=1)
+    for name in ("release", "refuse"):
+        with Provider(server.share_dir / f"{name}.sock", model, tokens[:-1]) as provider:
+            status, offer = share(server, slot, f"{name}.sock", tokens=tokens)
+            assert status == 200, offer
+            assert offer["n_prefix"] == 100
+            if name == "release":
+                assert server.slot(slot, "release", {"share_id": offer["share_id"]})[0] == 200
+            else:
+                # other tokens than those that the slot held
+                provider.join()
+                others = [*tokens[1:101], *tokens[100:-1]]
+                status, answer = server.slot(slot, "adopt", {"share_id": offer["share_id"], "tokens": others})
+                assert (status, answer["error"]["kind"]) == (409, "ledger_digest"), answer
+    answer = server.completion(tokens[:110], id_slot=slot)
+    assert answer["timings"]["cache_n"] == 100
 
 
 def test_an_erase_kills_the_share(server: Server, model: Model, slot: int, tokens: list[int]) -> None:

@@ -14,7 +14,7 @@ from kvshare import build, fds, models
 from kvshare.errors import KvshareError
 from kvshare.testing import chaos
 from kvshare.testing.chaos import case, runner, targets
-from kvshare.testing.chaos.faults import FAULTS
+from kvshare.testing.chaos.faults import FAULTS, KINDS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--list", action="store_true", help="show the faults and their steps")
     what.add_argument("--run", nargs="+", metavar="NAME", help="run these faults, FAULT or FAULT:STEP")
     what.add_argument("--all", action="store_true", help="run all that are not known to fail")
+    parser.add_argument("--kind", choices=KINDS, help="hand over only prompts, or only turns")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
     parser.add_argument("--server", action="store_true", help="against the patched llama-server instead")
     parser.add_argument(
@@ -53,12 +54,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _list(*, as_json: bool) -> int:
     if as_json:
-        keys = ("name", "summary", "by", "steps", "targets", "foreign", "known")
+        keys = ("name", "summary", "by", "steps", "targets", "kinds", "foreign", "known")
         print(json.dumps([{key: getattr(fault, key) for key in keys} for fault in FAULTS]))
         return 0
     for fault in FAULTS:
         print(f"{fault.name:20} {fault.summary}")
-        print(f"{'':20} at {', '.join(fault.steps)}")
+        alone = "" if fault.kinds == KINDS else f", of a {' or a '.join(fault.kinds)}"
+        print(f"{'':20} at {', '.join(fault.steps)}{alone}")
         if fault.known:
             print(f"{'':20} not in --all: {fault.known}")
     return 0
@@ -76,8 +78,9 @@ def _run(args: argparse.Namespace) -> int:
             target = targets.InProcess(model, folder)
         stack.enter_context(contextlib.closing(target))
         provider = shlex.split(args.provider) if args.provider else None
-        cases = case.cases(names, target.name, foreign=provider is not None)
-        found = list(runner.run(target, model, folder, cases, _say, provider=provider))
+        kinds = (args.kind,) if args.kind else KINDS
+        chosen = case.cases(names, target.name, kinds=kinds, foreign=provider is not None)
+        found = list(runner.run(target, model, folder, chosen, _say, provider=provider))
     outcome = case.summary(found)
     if args.json:
         print(json.dumps(outcome))
@@ -90,7 +93,8 @@ def _say(done: case.Case) -> None:
     state = done.outcome if done.ok else "FAILED"
     # what a provider says may be anything
     reason = "".join(letter if letter.isprintable() else "?" for letter in done.reason)
-    print(f"{done.target:8} {done.fault:20} {done.step:13} {state:8} {reason:.120}", file=sys.stderr)
+    where = f"{done.target:8} {done.kind:6} {done.fault:20} {done.step:13}"
+    print(f"{where} {state:8} {reason:.120}", file=sys.stderr)
     for text in (*done.wrong, *done.crashes, *([f"leaked {done.leaked}"] if done.leaked else ())):
         print(f"{'':8} {text}", file=sys.stderr)
 

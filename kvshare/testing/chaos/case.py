@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvshare.errors import KvshareError
-from kvshare.testing.chaos.faults import BY_NAME, FAULTS, Fault
+from kvshare.testing.chaos.faults import BY_NAME, FAULTS, KINDS, TURN, Fault
 from kvshare.testing.chaos.targets import Usage
 
 FOREIGN_STEPS = ("connect", "descriptors", "first-ubatch", "half", "publish", "adopt")
@@ -23,6 +23,7 @@ class Case:
         target: `decoder` or `server`.
         fault: its name.
         step: where it was injected.
+        kind: `prompt` or `turn`: what was handed over.
         outcome: `refused` or `adopted`.
         reason: what the refusal says.
         wrong: answers that are not the baseline's, and successes that are none.
@@ -34,6 +35,7 @@ class Case:
     target: str
     fault: str
     step: str
+    kind: str
     outcome: str = "refused"
     reason: str = ""
     wrong: list[str] = field(default_factory=list)
@@ -47,12 +49,15 @@ class Case:
         return not (self.wrong or self.crashes or self.leaked)
 
 
-def cases(names: Sequence[str] | None, target: str, *, foreign: bool = False) -> list[tuple[Fault, str]]:
-    """Return the faults and steps to run on a target.
+def cases(
+    names: Sequence[str] | None, target: str, *, kinds: Sequence[str] = KINDS, foreign: bool = False
+) -> list[tuple[Fault, str, str]]:
+    """Return the faults, steps and kinds to run on a target.
 
     Args:
         names: faults, or `FAULT:STEP`; None takes all that are not known to fail.
         target: `decoder` or `server`.
+        kinds: what is handed over.
         foreign: only what a provider that is given by its command line can be put to.
 
     Raises:
@@ -69,9 +74,12 @@ def cases(names: Sequence[str] | None, target: str, *, foreign: bool = False) ->
                 raise KvshareError(f"no fault {name!r}", hint="--list shows the faults and their steps")
             chosen += [(fault, each) for each in fault.steps if step in ("", each)]
     return [
-        (fault, step)
+        (fault, step, kind)
+        for kind in kinds
         for fault, step in chosen
-        if target in fault.targets and (not foreign or (fault.foreign and step in FOREIGN_STEPS))
+        if target in fault.targets
+        and kind in fault.kinds
+        and (not foreign or (fault.foreign and step in FOREIGN_STEPS))
     ]
 
 
@@ -79,7 +87,7 @@ def summary(found: Sequence[Case]) -> dict[str, Any]:
     """Return what `--json` prints.
 
     Returns:
-        `faults`, `steps`, `cases`, `refused`, `wrong_answers`, `crashes`, `leaked_fds`,
+        `faults`, `steps`, `cases`, `turns`, `refused`, `wrong_answers`, `crashes`, `leaked_fds`,
         `leaked_mappings` and `leaked_threads` as numbers, and lists: `failures`, cases, and `known`,
         names of the faults that are known to fail.
     """
@@ -88,6 +96,7 @@ def summary(found: Sequence[Case]) -> dict[str, Any]:
         "faults": len({case.fault for case in found}),
         "steps": len({case.step for case in found}),
         "cases": len(found),
+        "turns": sum(case.kind == TURN for case in found),
         "refused": sum(case.outcome == "refused" for case in found),
         "wrong_answers": sum(len(case.wrong) for case in found),
         "crashes": sum(len(case.crashes) for case in found),

@@ -12,6 +12,7 @@ import hashlib
 import json
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from kvshare.decoder import Decoder, Share
@@ -30,16 +31,26 @@ class Host:
         self._share: Share | None = None  # the last one, also after its end
 
     def share(
-        self, slot: int, socket: str, n_tokens: int, expires_ms: int, strict: bool = False
+        self,
+        slot: int,
+        socket: str,
+        n_tokens: int,
+        expires_ms: int,
+        strict: bool = False,
+        tokens: Sequence[int] = (),
     ) -> dict[str, Any]:
-        share = self._decoder.share(slot, n_tokens=n_tokens, expires_ms=expires_ms, strict=strict)
+        """Share what comes behind the slot's part of some tokens, or an empty slot."""
+        held = tokens[: self._decoder.context.n_past(slot)]
+        share = self._decoder.share(
+            slot, n_tokens=n_tokens, prefix=held, expires_ms=expires_ms, strict=strict
+        )
         try:
             share.send(socket, deadline=time.monotonic() + SEND_TIMEOUT_S)
         except BaseException:
             share.release()
             raise
         self._share = share
-        return {"share_id": share.share_id}
+        return {"share_id": share.share_id, "n_prefix": share.n_prefix}
 
     def adopt(self, slot: int, share_id: int, tokens: list[int]) -> dict[str, Any]:
         deadline = time.monotonic() + LET_GO_TIMEOUT_S
@@ -60,11 +71,16 @@ class Host:
         return {}
 
     def prefill(self, slot: int, tokens: list[int]) -> dict[str, Any]:
-        """Evaluate tokens in an empty slot; return how many it held before."""
+        """Evaluate those tokens that the slot does not hold; return how many it held."""
         n_held = self._decoder.context.n_past(slot)
-        if n_held == 0:
-            self._decoder.context.decode(tokens, position=0, seq_id=slot)
+        self._decoder.context.decode(tokens[n_held:], position=n_held, seq_id=slot)
         return {"n_held": n_held}
+
+    def go_ahead(self, slot: int, tokens: list[int], n_tokens: int) -> dict[str, Any]:
+        """Do the same while cells are taken for so many tokens, by a share that nobody gets."""
+        held = tokens[: self._decoder.context.n_past(slot)]
+        with self._decoder.share(slot, n_tokens=n_tokens, prefix=held):
+            return self.prefill(slot, tokens)
 
     def finish(self, slot: int, tokens: list[int]) -> dict[str, Any]:
         """Evaluate the last token behind those that the slot holds, and generate."""
@@ -72,14 +88,14 @@ class Host:
         n_held = position = context.n_past(slot)
         if n_held != len(tokens) - 1:
             return {"n_held": n_held}
-        token, digest, text = tokens[-1], hashlib.sha256(), []
+        token, digest, found = tokens[-1], hashlib.sha256(), []
         for _ in range(N_GENERATE):
             context.decode([token], position=position, seq_id=slot, logits=True)
             logits = context.logits()
             digest.update(logits.tobytes())
             position, token = position + 1, int(logits.argmax())
-            text.append(token)
-        return {"n_held": n_held, "text": text, "logits": digest.hexdigest()}
+            found.append(token)
+        return {"n_held": n_held, "tokens": found, "logits": digest.hexdigest()}
 
     def _find(self, share_id: int) -> Share:
         if self._share is None or self._share.share_id != share_id:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kvshare import fds, wire
 from kvshare.testing.chaos import child
+from kvshare.testing.chaos.conversation import EXPIRES_MS, engine
 from kvshare.testing.chaos.faults import BEFORE_PUBLISH, FAULTS
-from kvshare.testing.chaos.handoff import EXPIRES_MS, OTHER, SLOT, Handoff, until_stopped
+from kvshare.testing.chaos.handoff import OTHER, SLOT, Handoff, until_stopped
 from kvshare.testing.chaos.targets import Refused
 
 SHORT_MS = 3000
+CHANGED = ("SequenceInUseError", "slot_in_use")
 
 
 def _provider_fault(handoff: Handoff) -> None:
@@ -94,8 +95,7 @@ def _late_prefill(handoff: Handoff) -> None:
     handoff.expect("waits")
     until_stopped(handoff.provider.pid)
     handoff.release()
-    handoff.target.prefill(SLOT, handoff.given)
-    handoff.filled = True
+    handoff.fill(len(handoff.given) - handoff.n_held)
     handoff.resume()
     handoff.wait()
     raise Refused("released")
@@ -174,20 +174,52 @@ def _releases_adopted(handoff: Handoff) -> None:
     handoff.release()
 
 
+def _touches(handoff: Handoff) -> None:
+    """Nothing of what the slot held can be believed then."""
+    handoff.n_held = 0
+    _provider_fault(handoff)
+
+
 def _request_between(handoff: Handoff) -> None:
     handoff.published()
-    handoff.target.prefill(SLOT, handoff.prompt[:-1])
+    is_turn = handoff.n_held > 0
+    handoff.go_ahead(len(handoff.given) - handoff.n_held)
     try:
-        handoff.adopt()
+        _adopt_changed(handoff)
     finally:
-        handoff.release()
-        handoff.target.do("erase", SLOT)
+        if not is_turn:
+            handoff.release()
+            handoff.target.do("erase", SLOT)
+            handoff.n_held = 0
+
+
+def _goes_on(handoff: Handoff) -> None:
+    """As a stream does that generates: one token at a time."""
+    handoff.share()
+    handoff.expect("waits")
+    handoff.go_ahead(1)
+    handoff.go_on()
+    handoff.wait()
+    _adopt_changed(handoff)
 
 
 def _erase_between(handoff: Handoff) -> None:
     handoff.published()
     handoff.target.do("erase", SLOT)
+    if handoff.n_held:
+        handoff.n_held = 0
+        _adopt_changed(handoff)
     handoff.adopt()
+
+
+def _adopt_changed(handoff: Handoff) -> None:
+    """Adopt into a slot that is not what it was when it was shared."""
+    try:
+        handoff.adopt()
+    except Refused as error:
+        if error.why not in CHANGED:
+            handoff.case.wrong.append(f"refused as {error.why}, not as one of {CHANGED}: {error}")
+        raise
 
 
 def _job_hangs_up(handoff: Handoff) -> None:
@@ -195,10 +227,7 @@ def _job_hangs_up(handoff: Handoff) -> None:
     for hangs_up in (True, False):
         handoff.share()
         assert handoff.share_id is not None
-        with fds.connect_unix(handoff.socket) as engine:
-            fds.send_message(
-                engine, wire.encode(wire.JobHeader(share_id=handoff.share_id, tokens=tuple(handoff.given)))
-            )
+        with engine(handoff.socket, handoff.share_id, handoff.given):
             event = "" if hangs_up and handoff.step == "connect" else handoff.wait()
             while event in ("begun", "progress") and not hangs_up:
                 event = handoff.wait()
@@ -248,7 +277,10 @@ DRIVERS: dict[str, Callable[[Handoff], None]] = {
     "shares-twice": _shares_twice,
     "releases-twice": _releases_twice,
     "releases-adopted": _releases_adopted,
+    "touches-prefix": _touches,
+    "swaps-prefix": _touches,
     "request-between": _request_between,
+    "goes-on": _goes_on,
     "erase-between": _erase_between,
     "job-hangs-up": _job_hangs_up,
     "decoder-dies": _decoder_dies,

@@ -22,6 +22,9 @@ STEPS = (
 BEFORE_PUBLISH = STEPS[:7]
 FILLING = ("map", "first-ubatch", "half", "last-ubatch")
 
+PROMPT, TURN = KINDS = ("prompt", "turn")
+"""What is handed over: a prompt into an empty slot, or what goes on behind the slot's prompt and answer."""
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -36,9 +39,10 @@ class Fault:
         known: why it is known to fail, or cannot be told; left out of `--all` then.
         targets: what it can be shown to.
         foreign: whether a provider that is given by its command line can be put to it.
-        either: whether it may be refused and may be adopted; only the answers count.
+        either: whether it may be refused and may be adopted where the slot is empty; only the answers count.
         deep: whether a long prompt follows as well, which reaches cells that were not leased.
         strict: whether the share is a strict one, whose provider has to let go before an adopt.
+        kinds: what has to be handed over so that it can be shown.
     """
 
     name: str
@@ -52,6 +56,7 @@ class Fault:
     either: bool = False
     deep: bool = False
     strict: bool = False
+    kinds: tuple[str, ...] = KINDS
 
 
 def _provider(name: str, summary: str, *steps: str, adopted_at: Iterable[str] = (), **more: Any) -> Fault:
@@ -66,11 +71,18 @@ def _caller(
     either: bool = False,
     foreign: bool = True,
     targets: Sequence[str] = ("decoder", "server"),
+    kinds: tuple[str, ...] = KINDS,
 ) -> Fault:
-    steps = steps or ("publish",)
-    adopted_at = steps if adopts else ()
     return Fault(
-        name, summary, "caller", steps, adopted_at, targets=tuple(targets), foreign=foreign, either=either
+        name,
+        summary,
+        "caller",
+        steps or ("publish",),
+        (steps or ("publish",)) if adopts else (),
+        targets=tuple(targets),
+        foreign=foreign,
+        either=either,
+        kinds=kinds,
     )
 
 
@@ -110,6 +122,14 @@ FAULTS: tuple[Fault, ...] = (
               adopted_at=["publish"], deep=True, strict=True),
     _provider("holds-on", "does not let go of a strict share: an adopt is refused until it is killed",
               "adopt", adopted_at=["adopt"], strict=True, foreign=False),
+    # -- a provider that does not leave alone what the slot held before
+    _provider("touches-prefix", "writes NaN over what the slot held, which is not leased", "descriptors",
+              "half", "publish", kinds=(TURN,)),
+    _provider("swaps-prefix", "swaps K and V of what the slot held", "descriptors", "publish", kinds=(TURN,)),
+    _provider("other-prefix", "has gone on from other tokens, as its ledger says", "publish", kinds=(TURN,)),
+    _provider("more-prefix", "the slot held one token more, its ledger says", "publish", kinds=(TURN,)),
+    _provider("garbles-prefix", "writes noise over the decoder's metadata, which nobody reads after it",
+              "publish", adopted_at=["publish"], kinds=(TURN,)),
     # -- a provider that claims too much
     _provider("claims-all", "vouches for all tokens when half of them are done", "half"),
     _provider("claims-unwritten", "vouches for all tokens without having written one", "descriptors"),
@@ -163,7 +183,9 @@ FAULTS: tuple[Fault, ...] = (
     _caller("releases-twice", "releases twice instead of adopting"),
     _caller("releases-adopted", "releases what was adopted, which is nothing any more", adopts=True),
     _caller("request-between", "a request runs on the slot between share and adopt"),
-    _caller("erase-between", "the slot, which is empty, is erased between share and adopt", either=True),
+    _caller("erase-between", "the slot is erased between share and adopt", either=True),
+    _caller("goes-on", "the decoder decodes a token behind what the slot holds, and then it adopts",
+            "descriptors", "half", "publish", kinds=(TURN,), foreign=False),
     Fault("job-hangs-up", "an engine hangs up on its job of `kvshare provider`; the next one is served",
           "caller", ("connect", "first-ubatch"), ("connect", "first-ubatch")),
     Fault("decoder-dies", "the decoder is killed: its provider does not crash", "decoder", STEPS[:8],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 from kvshare.errors import DeadlineExceededError, KvshareError
 from kvshare.testing.chaos import child
 from kvshare.testing.chaos.case import Case
+from kvshare.testing.chaos.conversation import EXPIRES_MS, Exchange, service, share
 from kvshare.testing.chaos.faults import Fault
 from kvshare.testing.chaos.targets import Refused
 
@@ -21,21 +21,27 @@ if TYPE_CHECKING:
     from kvshare.testing.chaos.runner import Runner
 
 SLOT, OTHER = 0, 1
-EXPIRES_MS = 60_000
 
 
 class Handoff:
-    """One share and its provider."""
+    """One share and its provider.
 
-    def __init__(self, runner: Runner, fault: Fault, step: str, case: Case) -> None:
+    Attributes:
+        exchange: what is handed over, and what is said to it.
+        n_held: tokens of its prompt that the slot holds afterwards.
+        n_ahead: how many of them the decoder has evaluated by itself during the share.
+    """
+
+    def __init__(self, runner: Runner, exchange: Exchange, fault: Fault, step: str, case: Case) -> None:
         self.target = runner.target
         self.case, self.step, self.fault = case, step, fault
-        self.prompt, self.given = runner.prompt, runner.given
+        self.exchange, self.given = exchange, exchange.given
+        self.n_held = len(exchange.held)
+        self.n_ahead = 0
         self.share_id: int | None = None
         name = next(runner.names)
         self.socket = self.target.folder / f"{name}.sock"
         self.provider = self._start(runner, name)
-        self.filled = False  # whether the slot has all but the last token of the prompt
         self.crashed = False
         self.status: int | None = None
         try:
@@ -46,18 +52,19 @@ class Handoff:
 
     def _start(self, runner: Runner, name: int) -> child.Child:
         fault = self.fault
+        tokens, held = self.given, self.exchange.held
+        if fault.name == "late-prefill":
+            tokens = held + runner.decoy[: len(tokens) - len(held)]
         job = {
             "socket": str(self.socket),
             "model": str(runner.model),
-            "tokens": runner.decoy if fault.name == "late-prefill" else self.given,
+            "tokens": tokens,
             "fault": fault.name,
             "step": self.step,
         }
         command, by_signal = child.module("provider", json.dumps(job)), False
         if fault.name == "job-hangs-up":
-            command = [sys.executable, "-m", "kvshare", "provider", "--json", "--threads", "1"]
-            command += ["--model", str(runner.model), "--listen", str(self.socket)]
-            by_signal = True
+            command, by_signal = service(runner.model, self.socket), True
         return child.Child(command, runner.folder / f"provider-{name}.log", by_signal=by_signal)
 
     def _listens(self) -> None:
@@ -74,15 +81,8 @@ class Handoff:
     # -- steps --
 
     def share(self, *, expires_ms: int = EXPIRES_MS) -> None:
-        answer = self.target.do(
-            "share",
-            SLOT,
-            socket=str(self.socket),
-            n_tokens=len(self.prompt),
-            expires_ms=expires_ms,
-            strict=self.fault.strict,
-        )
-        self.share_id = answer["share_id"]
+        options = {"expires_ms": expires_ms, "strict": self.fault.strict}
+        self.share_id = share(self.target, SLOT, self.socket, self.exchange, **options)
 
     def wait(self) -> str:
         """Wait until the provider waits, has published, has given up, or is gone; say which."""
@@ -103,6 +103,18 @@ class Handoff:
 
     def resume(self) -> None:
         os.kill(self.provider.pid, signal.SIGCONT)
+
+    def fill(self, n: int) -> None:
+        """Let the decoder evaluate so many tokens by itself."""
+        found = self.target.prefill(SLOT, self.given[: self.n_held + n])
+        if found != self.n_held:
+            self.case.wrong.append(f"the slot held {found} tokens, not {self.n_held}")
+        self.n_held += n
+
+    def go_ahead(self, n: int) -> None:
+        """Do the same during the share."""
+        self.fill(n)
+        self.n_ahead = n
 
     def adopt(self, tokens: Sequence[int] | None = None, *, slot: int = SLOT, other: int = 0) -> None:
         self.target.do(
@@ -175,7 +187,8 @@ class ForeignHandoff(Handoff):
                 until_stopped(self.provider.pid)
 
     def _reach(self, step: str) -> None:
-        n = {"first-ubatch": 1, "half": len(self.given) // 2}.get(step)
+        n_before, n_all = len(self.exchange.held), len(self.given)
+        n = {"first-ubatch": n_before + 1, "half": (n_before + n_all) // 2}.get(step)
         if step in ("connect", "descriptors", "adopt") or self.share_id is None or not self.target.alive:
             return
 

@@ -62,9 +62,24 @@ class Work:
             ACTIONS[self.job["fault"]](self)
 
     @property
+    def n_new(self) -> int:
+        """Tokens that are to be prefilled, behind what the slot holds."""
+        return len(self.asked) - self.offer.n_prefix
+
+    @property
+    def n_half(self) -> int:
+        """Tokens of the prompt when half of the new ones are done."""
+        return self.offer.n_prefix + self.n_new // 2
+
+    @property
     def cells(self) -> slice:
-        """The leased cells that the prompt takes."""
-        return slice(self.offer.first_cell, self.offer.first_cell + len(self.asked))
+        """The leased cells that the new tokens take."""
+        return slice(self.offer.first_cell, self.offer.first_cell + self.n_new)
+
+    @property
+    def prefix_cells(self) -> slice:
+        """The cells in front of the lease, where the slot has what it holds."""
+        return slice(0, self.offer.first_cell)
 
 
 def say(**event: Any) -> None:
@@ -114,8 +129,8 @@ def hooked(work: Work) -> Iterator[None]:
                 if progress:
                     progress(n_filled)
                 for step, n in (
-                    ("first-ubatch", 1),
-                    ("half", len(work.tokens) // 2),
+                    ("first-ubatch", work.offer.n_prefix + 1),
+                    ("half", work.n_half),
                     ("last-ubatch", len(work.tokens)),
                 ):
                     if n_filled >= n and step not in seen:
@@ -195,7 +210,7 @@ def forge(work: Work) -> None:
 
 
 def prefill_fewer(work: Work) -> None:
-    work.tokens = work.asked[: len(work.asked) // 2]
+    work.tokens = work.asked[: work.n_half]
 
 
 def fill_own_memory(work: Work) -> None:
@@ -213,9 +228,17 @@ def swap_layers(work: Work) -> None:
 
 
 def swap_k_v(work: Work) -> None:
+    _swap_k_v(work, work.cells)
+
+
+def swap_prefix(work: Work) -> None:
+    _swap_k_v(work, work.prefix_cells)
+
+
+def _swap_k_v(work: Work, cells: slice) -> None:
     for layer in work.offer.views():
         if layer.v is not None:
-            _swap(layer.k[work.cells], layer.v[work.cells])
+            _swap(layer.k[cells], layer.v[cells])
 
 
 def _swap(a: Any, b: Any) -> None:
@@ -235,19 +258,23 @@ def trespass(work: Work) -> None:
     write(float("nan"), work, cells=slice(leased, None))
 
 
+def touch_prefix(work: Work) -> None:
+    write(float("nan"), work, cells=work.prefix_cells)
+
+
 def write_all(work: Work) -> None:
     write(float("nan"), work, cells=slice(None))
 
 
 def fill_other_cells(work: Work) -> None:
-    first, n = work.offer.first_cell, len(work.asked)
+    first, n = work.offer.first_cell, work.n_new
     for layer in work.offer.views():
         for rows in (layer.k, layer.v):
             if rows is not None:
                 rows[first + 1 : first + 1 + n] = rows[first : first + n].copy()
     del layer, rows
     sample = mapping.plain_sample(work.offer.layout, work.offer._mapped(), first + 1, n)
-    work.offer.ledger.complete(tokens_digest(work.asked), n, sample)
+    work.offer.ledger.complete(tokens_digest(work.asked), len(work.asked), sample)
     raise Ended
 
 
@@ -298,21 +325,38 @@ def halve_blob(work: Work) -> None:
 def scribble(change: Callable[[bytes], bytes], work: Work) -> None:
     """Change the metadata in its place."""
     start = _read(work, "blob_offset")
-    end = start + _read(work, "blob_size")
+    _change(work, start, start + _read(work, "blob_size"), change)
+
+
+def garble_prefix(work: Work) -> None:
+    """Change the metadata of what the slot held."""
+    _change(work, HEADER_NBYTES, _header_nbytes(work.offer), _noise)
+
+
+def _change(work: Work, start: int, end: int, change: Callable[[bytes], bytes]) -> None:
     with work.offer.ledger.view() as view:
         view[start:end] = change(bytes(view[start:end]))
 
 
+def _header_nbytes(offer: Offer) -> int:
+    """Return where a provider's own metadata begins, behind that of what the slot held."""
+    return offer.ledger.size - offer.ledger.capacity
+
+
 def other_blob(work: Work) -> None:
-    provider, n = work.provider, len(work.asked) // 2
+    provider, n_prefix, n = work.provider, work.offer.n_prefix, work.n_half
     lib, handle, seq_id = provider._lib, provider.context.handle, work.offer.seq_id
-    provider.context.clear(seq_id)
-    provider.context.decode(work.asked[:n], position=0, seq_id=seq_id)
+    if n_prefix:
+        provider._enter(work.offer.ledger.prefix)
+    else:
+        provider.context.clear(seq_id)
+    provider.context.decode(work.asked[n_prefix:n], position=n_prefix, seq_id=seq_id)
     size = lib.llama_kv_share_publish(handle, seq_id, None, 0, None)
     buffer = ctypes.create_string_buffer(size)
     lib.llama_kv_share_publish(handle, seq_id, buffer, size, ctypes.byref(signatures.Digest()))
+    start = _header_nbytes(work.offer)
     with work.offer.ledger.view() as view:
-        view[HEADER_NBYTES : HEADER_NBYTES + size] = buffer.raw
+        view[start : start + size] = buffer.raw
     corrupt("blob_size", size, work)
 
 
@@ -377,6 +421,11 @@ ACTIONS: dict[str, Callable[[Work], None]] = {
     "writes-nan": partial(write, float("nan")),
     "foreign-cells": fill_other_cells,
     "trespasses": trespass,
+    "touches-prefix": touch_prefix,
+    "swaps-prefix": swap_prefix,
+    "other-prefix": partial(corrupt, "prefix_sha256", None),
+    "more-prefix": partial(more, "n_prefix", 1),
+    "garbles-prefix": garble_prefix,
     "claims-all": claim_all,
     "claims-unwritten": claim_unwritten,
     "claims-zeros": claim_zeros,
@@ -458,7 +507,7 @@ def main(text: str) -> int:
         if fault == "replays":
             with roles.serving(listener, model, work.asked, deadline=deadline, n_threads=1) as earlier:
                 ledger = earlier.offer.ledger
-                end = HEADER_NBYTES + len(ledger.snapshot().blob)
+                end = _header_nbytes(earlier.offer) + len(ledger.snapshot().blob)
                 work.earlier = os.pread(ledger.fileno(), end, 0)
             wait(work)
         stack.enter_context(hooked(work))

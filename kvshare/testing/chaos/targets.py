@@ -30,7 +30,15 @@ TIMEOUT_S = 120.0
 
 
 class Refused(KvshareError):
-    """The decoder said no."""
+    """The decoder said no.
+
+    Attributes:
+        why: the name of an error of `kvshare`, or the kind of one of the server's.
+    """
+
+    def __init__(self, message: str, *, why: str = "") -> None:
+        super().__init__(message)
+        self.why = why
 
 
 class Usage(NamedTuple):
@@ -93,13 +101,24 @@ class Target(ABC):
 
     @abstractmethod
     def prefill(self, slot: int, tokens: Sequence[int]) -> int:
-        """Evaluate tokens in a slot; return how many of them it held before."""
+        """Evaluate those tokens that a slot does not hold; return how many it held.
+
+        After a completion it holds what was generated as well, except the last one.
+        """
+
+    def go_ahead(self, slot: int, tokens: Sequence[int], n_tokens: int) -> int:
+        """Do the same where it is done during a share of so many tokens.
+
+        Sums in attention depend on the place. What writes to a server's slot ends its share before.
+        """
+        return self.prefill(slot, tokens)
 
     @abstractmethod
     def finish(self, slot: int, tokens: Sequence[int]) -> Any:
         """Return the answer to a prompt of which all but the last token are in the slot.
 
-        Not an answer, but something that says so, if they are not.
+        Its `tokens` are those that were generated. Not an answer, but something that says so, if the
+        slot holds anything else.
         """
 
     @abstractmethod
@@ -110,10 +129,10 @@ class Target(ABC):
     def close(self) -> None:
         """End it; idempotent."""
 
-    def complete(self, slot: int, tokens: Sequence[int]) -> Any:
-        """Return the answer to a prompt in an empty slot."""
-        if n_held := self.prefill(slot, tokens[:-1]):
-            return {"n_held": n_held, "expected": 0}
+    def complete(self, slot: int, tokens: Sequence[int], *, n_held: int = 0) -> Any:
+        """Return the answer to a prompt in a slot that has to hold that many of its tokens."""
+        if n_held < len(tokens) - 1 and (found := self.prefill(slot, tokens[:-1])) != n_held:
+            return {"n_held": found, "expected": n_held}
         return self.finish(slot, tokens)
 
     def usage(self) -> Usage:
@@ -163,11 +182,14 @@ class InProcess(Target):
     def do(self, action: str, slot: int, **fields: Any) -> dict[str, Any]:
         answer: dict[str, Any] = self._process.ask({"do": action, "slot": slot, **fields})
         if "error" in answer:
-            raise Refused(f"{answer['error']}: {answer['message']}")
+            raise Refused(f"{answer['error']}: {answer['message']}", why=answer["error"])
         return answer
 
     def prefill(self, slot: int, tokens: Sequence[int]) -> int:
         return int(self.do("prefill", slot, tokens=list(tokens))["n_held"])
+
+    def go_ahead(self, slot: int, tokens: Sequence[int], n_tokens: int) -> int:
+        return int(self.do("go_ahead", slot, tokens=list(tokens), n_tokens=n_tokens)["n_held"])
 
     def finish(self, slot: int, tokens: Sequence[int]) -> Any:
         return self.do("finish", slot, tokens=list(tokens))
@@ -228,11 +250,12 @@ class Server(Target):
 
     def finish(self, slot: int, tokens: Sequence[int]) -> Any:
         body = {"prompt": list(tokens), "n_predict": 8, "temperature": 0, "n_probs": 3, "id_slot": slot}
+        body |= {"ignore_eos": True, "return_tokens": True}
         answer = self._post("/completion", body)
         n_held = answer["timings"]["cache_n"]
         if n_held != len(tokens) - 1:
             return {"n_held": n_held, "expected": len(tokens) - 1}
-        return {"text": answer["content"], "logprobs": answer["completion_probabilities"]}
+        return {"tokens": answer["tokens"], "logprobs": answer["completion_probabilities"]}
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
@@ -257,10 +280,11 @@ class Server(Target):
             with error:
                 content = error.read()
             try:
-                message = json.loads(content)["error"]["message"]
+                said = json.loads(content)["error"]
+                message, why = said["message"], said.get("kind", "")
             except (ValueError, KeyError, TypeError):
                 raise RemoteProtocolError(f"status {error.code} without a reason") from error
-            raise Refused(f"{error.code}: {message}") from error
+            raise Refused(f"{error.code}: {message}", why=why) from error
         except OSError as error:
             raise PeerClosedError(f"the server is gone: {error}") from error
         if not isinstance(found, dict):
