@@ -97,7 +97,9 @@ CASES = (
     Case("turns", N_TURNS[0], _LONG, kind=TURNS),
     Case("turns-no-fa", N_TURNS[0], _LONG_NO_FA, kind=TURNS),
     Case("turns-seq-2-of-4", N_TURNS[0], _FOUR, seq_id=2, n_other=20, kind=TURNS),
-    Case("turns-seq-2-of-4-unified", N_TURNS[0], _FOUR_UNIFIED, seq_id=2, n_other=20, kind=TURNS),
+    # alone in its cache: glm5-next numbers the blocks of its indexer over all sequences, and a provider
+    # knows no other one, so that sums run in another order
+    Case("turns-seq-2-of-4-unified", N_TURNS[0], _FOUR_UNIFIED, seq_id=2, kind=TURNS),
     Case("forks", N_LONG, _LONG, kind=FORKS),
     Case("forks-no-fa", N_LONG, _LONG_NO_FA, kind=FORKS),
     Case("forks-seq-2-of-4", N_LONG, _FOUR, seq_id=2, kind=FORKS),

@@ -425,7 +425,10 @@ def test_lines_to_read(tiny: Model, tiny_path: Path) -> None:
                     job = wire.JobHeader(share_id=share.share_id, tokens=(1, 2, 3))
                     fds.send_message(connection, wire.encode(job))
                     share.wait()
-                    assert f"share {share.share_id}: prefilling 3 tokens behind 0, cold" in process.stdout.readline()
+                    assert (
+                        f"share {share.share_id}: prefilling 3 tokens behind 0, cold"
+                        in process.stdout.readline()
+                    )
                     while "done, 3 tokens in" not in (line := process.stdout.readline()):
                         assert line
             process.terminate()
