@@ -284,6 +284,8 @@ class Server(Target):
                 message, why = said["message"], said.get("kind", "")
             except (ValueError, KeyError, TypeError):
                 raise RemoteProtocolError(f"status {error.code} without a reason") from error
+            if error.code == 500:  # a server that does not know what it refuses
+                raise RemoteProtocolError(f"500: {message}") from error
             raise Refused(f"{error.code}: {message}", why=why) from error
         except OSError as error:
             raise PeerClosedError(f"the server is gone: {error}") from error
