@@ -62,10 +62,12 @@ class Conversation:
     Attributes:
         transcript: all tokens; the last one is not in the cache.
         n_cached: tokens that the sequence holds.
+        rounding: how far logits may be from those of the plain run; 0 where cells lie at the same place.
     """
 
-    def __init__(self, model: Model, *, seq_id: int = 0, **params: Any) -> None:
+    def __init__(self, model: Model, *, seq_id: int = 0, rounding: float = 0.0, **params: Any) -> None:
         self.model = model
+        self.rounding = rounding
         self.seq_id = seq_id
         self.plain = Context.create(model, **params)
         self.decoder = Decoder.open(model, **params)
@@ -118,7 +120,8 @@ class Conversation:
             for context in (self.decoder.context, self.plain):
                 context.decode(self.transcript[-1:], position=self.n_cached, seq_id=self.seq_id, logits=True)
                 found.append(context.logits())
-            assert found[0].tobytes() == found[1].tobytes(), float(np.abs(found[0] - found[1]).max())
+            difference = float(np.abs(found[0] - found[1]).max())
+            assert difference <= self.rounding if self.rounding else found[0].tobytes() == found[1].tobytes()
             assert np.isfinite(found[0]).all()
             self.n_cached += 1
             self.transcript.append(int(found[0].argmax()))
@@ -383,7 +386,11 @@ def test_another_sequence_goes_on_meanwhile(kind: Model) -> None:
     """In a unified cache, where the provider sees both; the first holds what it held."""
     params = {**TINY, "n_ctx": 4096, "n_seq_max": 2, "kv_unified": True}
     other = random_tokens(kind, 60, seed=77)
-    with Conversation(kind, **params) as chat, WarmProvider(kind, n_threads=1) as provider:
+    with (
+        # a window goes round in fewer cells than the plain run has: the other sequence needs some
+        Conversation(kind, rounding=1e-4, **params) as chat,
+        WarmProvider(kind, n_threads=1) as provider,
+    ):
         contexts = (chat.decoder.context, chat.plain)
         begin(chat, provider)
         for context in contexts:
