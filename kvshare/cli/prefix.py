@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import re
-import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +15,6 @@ from kvshare.errors import LocalProtocolError
 if TYPE_CHECKING:
     from kvshare.cli import Subparsers
     from kvshare.decoder import Decoder
-    from kvshare.store import PrefixServer
 
 _EPILOG = """\
 examples:
@@ -157,33 +153,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace) -> int:
     from kvshare import fds
+    from kvshare.cli import serving
     from kvshare.store import PrefixServer, PrefixStore
 
-    report = _as_json if args.json else _as_line
+    report = serving.report_json if args.json else _as_line
     with fds.listening(args.listen) as listener, PrefixStore(max_nbytes=args.max_bytes) as store:
         server = PrefixServer(listener, store, report=report)
-        with _stopped_by_signals(server):
+        with serving.stopped_by_signals(server):
             report("listening", socket=str(args.listen), pid=os.getpid())
             server.run()
     report("stopped")
     return 0
-
-
-@contextlib.contextmanager
-def _stopped_by_signals(server: PrefixServer) -> Iterator[None]:
-    """Let signals end the server in the ordinary way: its peers see their connections close."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    for number in before:
-        signal.signal(number, lambda *_: server.stop())
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _as_json(event: str, /, **fields: Any) -> None:
-    print(json.dumps({"event": event, **fields}), flush=True)
 
 
 def _as_line(event: str, /, **fields: Any) -> None:

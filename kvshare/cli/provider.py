@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvshare.cli import Subparsers
-    from kvshare.service import Service
 
 _EPILOG = """\
 examples:
@@ -69,11 +65,11 @@ def register(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run `kvshare provider`."""
     from kvshare import fds
-    from kvshare.cli import progress, provider_options
+    from kvshare.cli import progress, provider_options, serving
     from kvshare.provider import WarmProvider
     from kvshare.service import Service
 
-    report = _as_json if args.json else _Lines()
+    report = serving.report_json if args.json else _Lines()
     with contextlib.ExitStack() as stack:
         with progress.shown() as show:
             show(f"loading {args.model.name}", 0, None)
@@ -94,28 +90,11 @@ def run(args: argparse.Namespace) -> int:
             max_jobs=args.max_jobs,
             report=report,
         )
-        with _stopped_by_signals(service):
+        with serving.stopped_by_signals(service):
             report("listening", socket=str(args.listen), pid=os.getpid())
             service.run()
     report("stopped")
     return 0
-
-
-@contextlib.contextmanager
-def _stopped_by_signals(service: Service) -> Iterator[None]:
-    """Let signals set a flag: an exception in the middle of a graph would leave a job without a word."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    for number in before:
-        signal.signal(number, lambda *_: service.stop())
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _as_json(event: str, /, **fields: Any) -> None:
-    print(json.dumps({"event": event, **fields}, default=str), flush=True)
 
 
 class _Lines:
