@@ -118,6 +118,7 @@ class Share:
         decoder: Decoder,
         *,
         header: wire.ShareHeader,
+        template: wire.ShareTemplate,
         ledger: Ledger,
         descriptors: Sequence[int],
         seq_id: int,
@@ -133,6 +134,7 @@ class Share:
         self.n_tokens = n_tokens
         self.n_prefix = prefix.n_tokens
         self.t_us = t_us
+        self._template = template
         self._prefix = prefix
         self._decoder = decoder
         self._descriptors = tuple(descriptors)
@@ -175,7 +177,8 @@ class Share:
         *Ownership*: the provider gets descriptors of its own. A connection made here is closed when the
             share ends; a socket that was given stays the caller's.
         """
-        if not self.state.live:
+        self._look_at_the_clock()
+        if not self._state.live:
             raise LocalProtocolError(f"this share is {self._state.value}, it cannot be sent")
         if self._connection is not None:
             raise LocalProtocolError("this share was sent already")
@@ -185,7 +188,7 @@ class Share:
         else:
             connection = self._own_connection = fds.connect_unix(target, deadline=deadline)
         self._sent = True
-        fds.send_message(connection, wire.encode(self.header), self._descriptors, deadline=deadline)
+        fds.send_message(connection, self._template.encode(self.header), self._descriptors, deadline=deadline)
         self._connection = connection
 
     def wait(
@@ -295,10 +298,15 @@ class Decoder:
         self._lib = context.library.lib
         if not forked:
             self._lib.llama_kv_share_supported(context.handle)
-        text, self._layout_digest = _describe(self._lib.llama_kv_share_layout, context.handle, 0)
+        text, self._layout_digest = describe(self._lib.llama_kv_share_layout, context.handle, 0)
         self.layout = Layout.parse(text)
-        _describe(self._lib.llama_kv_share_semantics, context.handle)  # hashes the vocabulary, once
+        self._semantics = Text(self._lib.llama_kv_share_semantics, context.handle)
         self._caches = canonical_json([cache.to_json() for cache in self.layout.caches]).decode()
+        self._templates: dict[tuple[int, bool], wire.ShareTemplate] = {}
+        self._descriptors: dict[int, tuple[int, ...]] = {}
+        if not forked:  # once, here: what is the same for all shares
+            for seq_id in range(context.n_seq_max):
+                self._template(seq_id, strict=False)
         self._shares: dict[int, Share] = {}
         self._withheld: set[int] = set()  # sequences whose lease could not be given back
 
@@ -410,7 +418,7 @@ class Decoder:
         held = LedgerPrefix.of(ids, self._publish(seq_id) if ids else b"")
         self._reserve(seq_id, n_tokens, len(ids))
         try:
-            if strict and not _params(self._lib, self.context.handle, seq_id)["exposes_all"]:
+            if strict and not params(self._lib, self.context.handle, seq_id)["exposes_all"]:
                 # in fresh memory: the provider sees nothing of an earlier prompt but the prefix
                 self._lib.llama_kv_share_release(self.context.handle, seq_id, True)
                 self._reserve(seq_id, n_tokens, len(ids))
@@ -435,24 +443,51 @@ class Decoder:
     def _issue(
         self, seq_id: int, n_tokens: int, held: LedgerPrefix, expires_ms: int, start: int, *, strict: bool
     ) -> Share:
-        handle = self.context.handle
-        regions = _array(self._lib.llama_kv_share_regions, signatures.Region, handle, seq_id)
-        if len(regions) + 1 > fds.MAX_FDS:
-            raise NotShareableError(
-                f"{len(regions)} regions and the ledger exceed the {fds.MAX_FDS} descriptors of a message"
-            )
-        semantics_text, semantics = _describe(self._lib.llama_kv_share_semantics, handle)
+        template = self._template(seq_id, strict=strict)
+        descriptors = self._descriptors[seq_id]
         share_id = 1 + secrets.randbelow(2**53 - 1)
         ledger = Ledger.create(
-            share_id, self._layout_digest, semantics, capacity=_LEDGER_CAPACITY_NBYTES, prefix=held
+            share_id, template.layout, template.semantics, capacity=_LEDGER_CAPACITY_NBYTES, prefix=held
         )
         try:
-            header = wire.ShareHeader(
+            header = template.header(
                 share_id=share_id,
+                ledger=wire.LedgerEntry(fd=len(descriptors), size=ledger.size),
+                cells=_lease(self._lib, self.context.handle, seq_id, len(self.layout.caches)),
+                expires_ms=expires_ms,
+            )
+            return Share(
+                self,
+                header=header,
+                template=template,
+                ledger=ledger,
+                descriptors=(*descriptors, ledger.fileno()),
+                seq_id=seq_id,
+                n_tokens=n_tokens,
+                prefix=LedgerPrefix(held.n_tokens, held.sha256),
+                deadline=time.monotonic() + expires_ms / 1000,
+                t_us=(time.perf_counter_ns() - start) / 1000,
+            )
+        except BaseException:
+            ledger.close()
+            raise
+
+    def _template(self, seq_id: int, *, strict: bool) -> wire.ShareTemplate:
+        """Return what the shares of a sequence have in common; it changes with adapters only."""
+        semantics_text, semantics = self._semantics.read()
+        template = self._templates.get((seq_id, strict))
+        if template is None or template.semantics != semantics:
+            handle = self.context.handle
+            regions = _array(self._lib.llama_kv_share_regions, signatures.Region, handle, seq_id)
+            if len(regions) + 1 > fds.MAX_FDS:
+                raise NotShareableError(
+                    f"{len(regions)} regions and the ledger exceed the {fds.MAX_FDS} descriptors of a message"
+                )
+            template = wire.ShareTemplate(
                 layout=self._layout_digest,
                 semantics=semantics,
                 params={
-                    **_params(self._lib, handle, seq_id),
+                    **params(self._lib, handle, seq_id),
                     "abi": self.layout.abi,
                     "byte_order": self.layout.byte_order,
                     "caches": self._caches,
@@ -469,24 +504,10 @@ class Decoder:
                     )
                     for index, region in enumerate(regions)
                 ),
-                ledger=wire.LedgerEntry(fd=len(regions), size=ledger.size),
-                cells=_lease(self._lib, handle, seq_id, len(self.layout.caches)),
-                expires_ms=expires_ms,
             )
-            return Share(
-                self,
-                header=header,
-                ledger=ledger,
-                descriptors=[*(region.fd for region in regions), ledger.fileno()],
-                seq_id=seq_id,
-                n_tokens=n_tokens,
-                prefix=LedgerPrefix(held.n_tokens, held.sha256),
-                deadline=time.monotonic() + expires_ms / 1000,
-                t_us=(time.perf_counter_ns() - start) / 1000,
-            )
-        except BaseException:
-            ledger.close()
-            raise
+            self._templates[seq_id, strict] = template
+            self._descriptors[seq_id] = tuple(region.fd for region in regions)
+        return template
 
     def adopt(
         self,
@@ -641,17 +662,32 @@ class Decoder:
             self._give_back(seq_id, renew=True)
 
 
-def _describe(function: Any, *arguments: Any) -> tuple[str, str]:
-    """Call a function that writes a canonical text; return it and its digest as 64 hex digits."""
-    digest = signatures.Digest()
-    size = 1 << 16
-    for _ in range(2):
-        buffer = ctypes.create_string_buffer(size)
-        n = function(*arguments, buffer, size, ctypes.byref(digest))
-        if n < size:
-            break
-        size = n + 1
-    return buffer.value.decode(), bytes(digest).hex()
+class Text:
+    """A canonical text that the library writes, and its digest; to read it again costs little."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self._function = function
+        self._arguments = arguments
+        self._digest = signatures.Digest()
+        self._buffer = ctypes.create_string_buffer(1 << 16)
+        self._last = ("", b"")
+
+    def read(self) -> tuple[str, str]:
+        """Return the text and its digest as 64 hexadecimal digits."""
+        size = len(self._buffer)
+        n = self._function(*self._arguments, self._buffer, size, ctypes.byref(self._digest))
+        if n >= size:
+            self._buffer = ctypes.create_string_buffer(n + 1)
+            return self.read()
+        digest = bytes(self._digest)
+        if digest != self._last[1]:
+            self._last = self._buffer.value.decode(), digest
+        return self._last[0], digest.hex()
+
+
+def describe(function: Any, *arguments: Any) -> tuple[str, str]:
+    """Call a function that writes a canonical text; return it and its digest as 64 hexadecimal digits."""
+    return Text(function, *arguments).read()
 
 
 def _require_in(name: str, value: int, allowed: range) -> None:
@@ -660,6 +696,14 @@ def _require_in(name: str, value: int, allowed: range) -> None:
 
 
 def _int32(tokens: Sequence[int]) -> array.array[int]:
+    if isinstance(tokens, array.array) and tokens.typecode == "i":
+        return tokens
+    try:
+        view = memoryview(tokens)  # type: ignore[arg-type]
+        if view.format == "i" and view.ndim == 1:
+            return array.array("i", view.tobytes())  # numpy: as fast as it gets
+    except TypeError:
+        pass
     try:
         return array.array("i", tokens)
     except (TypeError, OverflowError) as error:
@@ -668,16 +712,20 @@ def _int32(tokens: Sequence[int]) -> array.array[int]:
 
 def _array(function: Any, kind: Any, *arguments: Any) -> list[Any]:
     """Call a function that fills an array, with one that is large enough."""
-    n = function(*arguments, None, 0)
-    array = (kind * n)()
-    function(*arguments, array, n)
-    return list(array)
+    size = 32
+    while True:
+        array = (kind * size)()
+        n = function(*arguments, array, size)
+        if n <= size:
+            return list(array[:n])
+        size = n
 
 
-def _params(lib: Any, handle: Any, seq_id: int) -> dict[str, wire.Scalar]:
-    params = signatures.ContextParams()
-    lib.llama_kv_share_params(handle, seq_id, ctypes.byref(params))
-    return {name: getattr(params, name) for name, *_ in params._fields_}
+def params(lib: Any, handle: Any, seq_id: int) -> dict[str, wire.Scalar]:
+    """Return what a provider of a sequence must reproduce, by name."""
+    found = signatures.ContextParams()
+    lib.llama_kv_share_params(handle, seq_id, ctypes.byref(found))
+    return {name: getattr(found, name) for name, *_ in found._fields_}
 
 
 def _lease(lib: Any, handle: Any, seq_id: int, n_caches: int) -> tuple[tuple[tuple[int, int], ...], ...]:

@@ -34,7 +34,7 @@ from typing import Any
 from kvshare import fds, wire
 from kvshare._native import loader, signatures
 from kvshare._native.context import Context, Model
-from kvshare.decoder import Adopted, Decoder, _describe, _params
+from kvshare.decoder import Adopted, Decoder, describe, params
 from kvshare.errors import (
     DescriptorError,
     LedgerError,
@@ -150,9 +150,9 @@ class Prefix:
             )
         context.synchronize()
         lib, handle = context.library.lib, context.handle
-        text, _ = _describe(lib.llama_kv_share_layout, handle, seq_id)
+        text, _ = describe(lib.llama_kv_share_layout, handle, seq_id)
         layout = Layout.parse(text)
-        semantics, _ = _describe(lib.llama_kv_share_semantics, handle)
+        semantics, _ = describe(lib.llama_kv_share_semantics, handle)
         with contextlib.ExitStack() as undo:
             memory = [
                 undo.enter_context(fds.memfd_create("kvshare-prefix", region.size, seal=False))
@@ -165,7 +165,7 @@ class Prefix:
             blob, sample = _publish(context, seq_id)
             undo.pop_all()
         return cls._seal(
-            memory, layout, semantics, _params(lib, handle, seq_id), tokens, blob, sample, name=name
+            memory, layout, semantics, params(lib, handle, seq_id), tokens, blob, sample, name=name
         )
 
     @classmethod
@@ -404,7 +404,7 @@ class Prefix:
         """Check that a context means the same, and enter the cells, whose samples the library compares."""
         start = time.perf_counter_ns()
         lib, handle = context.library.lib, context.handle
-        text, digest = _describe(lib.llama_kv_share_semantics, handle)
+        text, digest = describe(lib.llama_kv_share_semantics, handle)
         if digest != self.header.semantics and not allow_other:
             require_equal_semantics(self._semantics_text, text)
         context.model.check_tokens(self.tokens)

@@ -234,6 +234,82 @@ def encode(message: Message) -> bytes:
     return payload
 
 
+class ShareTemplate:
+    """What all shares of a sequence have in common: checked and encoded once.
+
+    Attributes:
+        layout: as of `ShareHeader`, like the others.
+        semantics: likewise.
+        params: likewise.
+        regions: likewise.
+    """
+
+    def __init__(
+        self, *, layout: str, semantics: str, params: Mapping[str, Scalar], regions: tuple[RegionEntry, ...]
+    ) -> None:
+        self.layout = layout
+        self.semantics = semantics
+        self.params = params
+        self.regions = regions
+        self._common: str | None = None
+
+    def header(
+        self,
+        *,
+        share_id: int,
+        ledger: LedgerEntry,
+        cells: tuple[tuple[tuple[int, int], ...], ...],
+        expires_ms: int,
+    ) -> ShareHeader:
+        """Return the header of one share."""
+        return ShareHeader(
+            share_id=share_id,
+            layout=self.layout,
+            semantics=self.semantics,
+            params=self.params,
+            regions=self.regions,
+            ledger=ledger,
+            cells=cells,
+            expires_ms=expires_ms,
+        )
+
+    def encode(self, header: ShareHeader) -> bytes:
+        """Return what `wire.encode` returns for a header of this template.
+
+        Raises:
+            LocalProtocolError: a field breaks a rule; the text names it.
+        """
+        if self._common is None:
+            encode(header)  # checks all of it
+            self._common = _members(_document(header), "params", "protocol", "regions", "semantics")
+        document: dict[str, Any] = {
+            "cells": [[list(pair) for pair in cache] for cache in header.cells],
+            "expires_ms": header.expires_ms,
+            "layout": header.layout,
+            "ledger": vars(header.ledger),
+            "share_id": header.share_id,
+        }
+        try:
+            for i, cells in enumerate(document["cells"]):
+                _cells(cells, f"cells[{i}]")
+            _integer(document, "expires_ms", "", 0, _SHARE_ID_END)
+            _integer(document, "share_id", "", 1, _SHARE_ID_END)
+            _apart(document, "ledger", "", self.regions)
+        except ValueError as exc:
+            raise LocalProtocolError(f"{type(header).__name__}: {exc}") from exc
+        # the order of the keys, as of every message, is ascending
+        first, last = _members(document, "cells", "expires_ms", "layout", "ledger"), header.share_id
+        payload = f'{{{first},{self._common},"share_id":{last}}}'.encode()
+        if len(payload) > MAX_NBYTES:
+            raise LocalProtocolError(f"message of {len(payload)} bytes exceeds the limit of {MAX_NBYTES}")
+        return payload
+
+
+def _members(document: dict[str, Any], *keys: str) -> str:
+    """Encode some members of an object, without its braces."""
+    return _ENCODER.encode({key: document[key] for key in keys})[1:-1]
+
+
 def decode(payload: bytes) -> Message:
     """Turn bytes from a peer into a message.
 

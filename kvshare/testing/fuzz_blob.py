@@ -3,15 +3,16 @@
 The blob, little-endian (Source: src/llama-kv-share-state.cpp, as patched):
 
 ====================== =====================================================================
-u32 magic, u32 version 0x5353564b, 1
+u32 magic, u32 version 0x5353564b, 2
 u64 n_extents          where the tensor data lies, in the order in which it is read
 u64 n_state            bytes of the rest
 n_extents times        u32 region, u32 reserved, u64 offset, u64 size
 n_state bytes          what the memory modules write, in words of 4 bytes: counts, types, row
-                       sizes, and lists of cells: u32 n, u32 n_ranges, u32 head,
-                       n_ranges times {u32 from, u32 to}, then n cells:
-                       a KV cache: i32 pos, u32 1, (i32 x, i32 y, i32 token,) i32 seq_id
-                       a recurrent state: i32 pos, u32 0
+                       sizes, and
+                       of a KV cache: u32 n_runs, u32 head,
+                       n_runs times {i32 pos, u32 cell, u32 n},
+                       (for each cell {i32 x, i32 y, i32 token})
+                       of a recurrent state: u32 1, u32 row, i32 pos, u32 0
 ====================== =====================================================================
 
 An input of `blob` begins with a line that says what it is for: the name of a `Case`, and `sampled` or
@@ -55,6 +56,7 @@ _EXTENT = struct.Struct("<IIQQ")
 _SEQ_ID = 1  # the one that is shared; both neighbours hold something
 _N_SEQ = 3
 _OTHERS = {0: 20, 2: 7}
+_MAX_CELLS = 4096  # of a case
 _MAX_EXTENTS = 8192  # mutations of mutations would grow without end
 _N_NEXT = 2  # tokens that are decoded behind an adoption that is looked at closely
 _EVERY = 50  # inputs between two handoffs of the blob as it is
@@ -135,33 +137,28 @@ def blob_fields(blob: bytes) -> dict[str, list[tuple[int, int]]]:
 
 
 def _cells(blob: bytes, at: int, fields: dict[str, list[tuple[int, int]]]) -> int:
-    """Enter the fields of the list of cells that starts here; return its size, 0 if there is none."""
+    """Enter the fields of the runs of cells, or the state, that start here; return the size, or 0."""
 
     def word(i: int) -> int:
         return get(blob, at + 4 * i, 4)
 
-    n, n_ranges = word(0), word(1)
-    if not (1 <= n_ranges <= n <= 4096 and at + 4 * (3 + 2 * n_ranges + 2 * n) <= len(blob)):
+    n_words = (len(blob) - at) // 4
+    n_runs = word(0)
+    if not 1 <= n_runs <= min(_MAX_CELLS, (n_words - 2) // 3):
         return 0
-    if sum(word(4 + 2 * i) - word(3 + 2 * i) for i in range(n_ranges)) != n:
-        return 0
-    first = 3 + 2 * n_ranges
-    n_seq_id = word(first + 1)
-    names = ["pos", "n_seq_id"]
-    if n_seq_id == 1:
-        wide = n > 1 and (word(first + 4), word(first + 7)) != (1, 1) and word(first + 7) == 1
-        names += ["x", "y", "token", "seq_id"] if wide else ["seq_id"]
-    elif n_seq_id != 0:
-        return 0
-    for i, name in enumerate(("n", "n_ranges", "head")):
-        fields[f"cells.{name}"].append((at + 4 * i, 4))
-    for i in range(n_ranges):
-        fields["cells.from"].append((at + 4 * (3 + 2 * i), 4))
-        fields["cells.to"].append((at + 4 * (4 + 2 * i), 4))
-    for i in range(n):
-        for j, name in enumerate(names):
-            fields[f"cell.{name}"].append((at + 4 * (first + i * len(names) + j), 4))
-    return 4 * (first + n * len(names))
+    runs = [(word(2 + 3 * i), word(3 + 3 * i), word(4 + 3 * i)) for i in range(n_runs)]
+    if any(not 1 <= n <= _MAX_CELLS or max(pos, cell) > _MAX_CELLS for pos, cell, n in runs):
+        if n_runs != 1 or word(3) != 0:
+            return 0
+        names = ["states.n", "states.row", "state.pos", "state.n_seq_id"]
+    else:
+        names = ["runs.n", "runs.head"] + ["run.pos", "run.cell", "run.n"] * n_runs
+        n_cells = sum(n for _, _, n in runs)
+        if n_cells > 8 and n_words - len(names) >= 3 * n_cells:  # nothing else is as long
+            names += ["cell.x", "cell.y", "cell.token"] * n_cells
+    for i, name in enumerate(names):
+        fields[name].append((at + 4 * i, 4))
+    return 4 * len(names)
 
 
 def mutate_blob(rng: random.Random, data: bytes, pool: Sequence[bytes]) -> bytes:
@@ -367,7 +364,7 @@ class _Handoff:
         except LedgerError as error:
             self._require_refused(before)
             return f"{type(error).__name__}: {re.sub('[0-9a-fx]*[0-9][0-9a-fx]*', 'N', str(error))}"
-        self._require(before, but={"cells.head", "sample"})  # the next cell of a stream that they share
+        self._require(before, but={"runs.head", "sample"})  # the next cell of a stream that they share
         return self._require_adopted(sampled)
 
     def _require(self, before: dict[int, bytes], *, but: Set[str] = frozenset()) -> None:

@@ -111,10 +111,17 @@ def blobs(seeds: Mapping[str, bytes]) -> dict[str, bytes]:
     region, _, offset, size = struct.unpack_from("<IIQQ", plain, 24)
     halves = struct.pack("<IIQQIIQQ", region, 0, offset, 100, region, 0, offset + 100, size - 100)
     more = get(plain, 8, 8) + 1
+    run = fuzz_blob.blob_fields(plain)["run.pos"][0][0]
+    cell = value("plain", "run.cell", 0)
+
+    def two_runs(*words: int) -> bytes:
+        """Put two runs in the place of the one of the plain blob."""
+        changed = plain[:run] + struct.pack("<6I", *words) + plain[run + 12 :]
+        return put(put(changed, 16, 8, get(plain, 16, 8) + 12), run - 8, 4, 2)
+
     # with `unsampled`, what is refused is not refused for its digest
     wrong = {
         "plain-same-reserved": changed("plain", ("extent.reserved", 0, 77)),
-        "plain-same-seq-id-out-of-range": changed("plain", ("cell.seq_id", 3, 1 << 30)),
         "plain-same-extent-split": put(plain[:24] + halves + plain[48:], 8, 8, more),
         "plain-short": plain[:23],
         "plain-n-extents-huge": put(plain, 8, 8, HUGE64),
@@ -128,41 +135,41 @@ def blobs(seeds: Mapping[str, bytes]) -> dict[str, bytes]:
         "plain-extent-region": changed("plain", ("extent.region", 0, 1)),
         "plain-extent-twice": put(plain[:48] + plain[24:48] + plain[48:], 8, 8, more),
         "plain-extents-overlap": changed("plain", ("extent.offset", 1, value("plain", "extent.offset", 0))),
-        "plain-cells-huge": changed("plain", ("cells.n", 0, HUGE32)),
-        "plain-cells-none": changed("plain", ("cells.n", 0, 0)),
-        "plain-ranges-huge": changed("plain", ("cells.n_ranges", 0, HUGE32)),
-        "plain-head-huge": changed("plain", ("cells.head", 0, HUGE32)),
-        "plain-range-backwards": changed("plain", ("cells.to", 0, 0)),
-        "plain-range-beyond": changed("plain", ("cells.from", 0, 480), ("cells.to", 0, 520)),
-        "plain-range-not-leased": changed("plain", ("cells.from", 0, 256), ("cells.to", 0, 296)),
-        "plain-position-negative": changed("plain", ("cell.pos", 0, -1)),
-        "plain-position-twice": changed("plain", ("cell.pos", 0, 1)),
-        "plain-position-beyond": changed("plain", ("cell.pos", 39, 40)),
-        "plain-two-sequences": changed("plain", ("cell.n_seq_id", 0, 2)),
-        "plain-unified-others-cells": changed("plain-unified", ("cells.from", 0, 0), ("cells.to", 0, 40)),
-        "window-cells-few": changed("window", ("cells.n", 0, 2)),
-        "recurrent-no-cell": changed("recurrent", ("cells.n", 0, 0)),
-        "recurrent-other-row": changed("recurrent", ("cells.from", 0, 0), ("cells.to", 0, 1)),
-        "recurrent-two-rows": changed("recurrent", ("cells.n", 0, 2)),
-        "recurrent-position": changed("recurrent", ("cell.pos", 0, 38)),
+        "plain-run-huge": changed("plain", ("run.n", 0, HUGE32)),
+        "plain-run-empty": changed("plain", ("run.n", 0, 0)),
+        "plain-run-less": changed("plain", ("run.n", 0, 39)),
+        "plain-run-more": changed("plain", ("run.n", 0, 41)),
+        "plain-runs-none": changed("plain", ("runs.n", 0, 0)),
+        "plain-runs-huge": changed("plain", ("runs.n", 0, HUGE32)),
+        "plain-head-huge": changed("plain", ("runs.head", 0, HUGE32)),
+        "plain-cell-huge": changed("plain", ("run.cell", 0, HUGE32)),
+        "plain-cell-beyond": changed("plain", ("run.cell", 0, 480)),
+        "plain-cell-not-leased": changed("plain", ("run.cell", 0, 256)),
+        "plain-position-negative": changed("plain", ("run.pos", 0, -1)),
+        "plain-position-beyond": changed("plain", ("run.pos", 0, 1)),
+        "plain-position-huge": changed("plain", ("run.pos", 0, (1 << 31) - 1)),
+        "plain-position-twice": two_runs(0, cell, 20, 19, cell + 20, 20),
+        "plain-cell-twice": two_runs(0, cell, 20, 20, cell, 20),
+        "plain-same-two-runs": two_runs(0, cell, 20, 20, cell + 20, 20),
+        "plain-unified-others-cells": changed("plain-unified", ("run.cell", 0, 0)),
+        "window-cells-few": changed("window", ("run.n", 0, 2)),
+        "recurrent-no-state": changed("recurrent", ("states.n", 0, 0)),
+        "recurrent-other-row": changed("recurrent", ("states.row", 0, 0)),
+        "recurrent-row-huge": changed("recurrent", ("states.row", 0, HUGE32)),
+        "recurrent-two-rows": changed("recurrent", ("states.n", 0, 2)),
+        "recurrent-position": changed("recurrent", ("state.pos", 0, 38)),
         "compressed-magic": changed("compressed", ("state", 0, 0)),
     }
     good = {f"{case}-right": fuzz_blob.make_input(case, True, blob) for case, blob in seeds.items()}
     good |= {name: fuzz_blob.make_input(_case(name, seeds), False, blob) for name, blob in wrong.items()}
     good["plain-of-another-model"] = fuzz_blob.make_input("plain", True, seeds["latent"])
-    order = changed(
-        "plain",
-        ("cell.pos", 3, value("plain", "cell.pos", 30)),
-        ("cell.pos", 30, value("plain", "cell.pos", 3)),
-    )
     # the digest is that of the right metadata, or the metadata ends wrong when all of it was entered
     tampered = {
-        "sampled-positions-out-of-order": ("plain", True, order),
-        "sampled-head": ("plain", True, changed("plain", ("cells.head", 0, 7))),
+        "sampled-head": ("plain", True, changed("plain", ("runs.head", 0, 7))),
         "sampled-token": ("tokens", True, changed("tokens", ("cell.token", 39, (1 << 31) - 1))),
         "sampled-x": ("positions", True, changed("positions", ("cell.x", 39, 999))),
-        "head-unified": ("plain-unified", False, changed("plain-unified", ("state", -1, 12345))),
-        "head-window": ("window-unified", False, changed("window-unified", ("state", -1, 12345))),
+        "head-unified": ("plain-unified", False, changed("plain-unified", ("runs.head", 0, 12345))),
+        "head-window": ("window-unified", False, changed("window-unified", ("runs.head", 0, 12345))),
     }
     return good | {name: fuzz_blob.make_input(*each) for name, each in tampered.items()}
 

@@ -47,11 +47,17 @@ def test_every_case_has_fields(archs_path: Path) -> None:
         check.close()
     for case in fuzz_blob.CASES:
         fields = fuzz_blob.blob_fields(seeds[case.name])
-        positions = [fuzz.get(seeds[case.name], *place) for place in fields["cell.pos"]]
-        assert case.n_tokens - 1 in positions
+        values = {
+            name: [fuzz.get(seeds[case.name], *place) for place in places] for name, places in fields.items()
+        }
+        assert ("state.pos" in fields) == (case.name in ("recurrent", "hybrid", "hybrid-unified"))
+        assert set(values.get("state.pos", [])) <= {case.n_tokens - 1}
         if case.name != "recurrent":
+            positions: set[int] = set()
+            for first, n in zip(values["run.pos"], values["run.n"], strict=True):
+                positions |= set(range(first, first + n))
             n_window = min(case.n_tokens, 256)
-            assert set(range(case.n_tokens - n_window, case.n_tokens)) <= set(positions)
+            assert set(range(case.n_tokens - n_window, case.n_tokens)) <= positions
         assert len(fields["extent.size"]) == fuzz.get(seeds[case.name], 8, 8) > 0
         assert ("cell.token" in fields) == (case.name in ("positions", "tokens"))
 

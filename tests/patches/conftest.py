@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from kvshare import patches
+from kvshare.build import unpack_tree
+from kvshare.fetch import cache_dir
 
 NUMBERED = "".join(f"line {n};\n" for n in range(1, 81))
 BASE = {
@@ -97,3 +100,18 @@ def git_tree(plain_tree: Path) -> Path:
 def tree(request: pytest.FixtureRequest) -> Path:
     root: Path = request.getfixturevalue(request.param)
     return root
+
+
+@pytest.fixture(scope="session")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tree of the pin."""
+    pin = patches.pin()
+    archive = cache_dir() / "sdist" / f"{pin.package.replace('-', '_')}-{pin.version}.tar.gz"
+    if not archive.is_file():
+        reason = f"no {archive}; `kvshare build` fetches it"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    tree = tmp_path_factory.mktemp("pinned") / "llama.cpp"
+    unpack_tree(archive, tree)
+    return tree

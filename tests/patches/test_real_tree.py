@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,23 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvshare import patches
-from kvshare.build import unpack_tree
-from kvshare.fetch import cache_dir
 from tests.patches.conftest import snapshot
-
-
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pin = patches.pin()
-    archive = cache_dir() / "sdist" / f"{pin.package.replace('-', '_')}-{pin.version}.tar.gz"
-    if not archive.is_file():
-        reason = f"no {archive}; `kvshare build` fetches it"
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(reason)
-    tree = tmp_path_factory.mktemp("pinned") / "llama.cpp"
-    unpack_tree(archive, tree)
-    return tree
 
 
 @pytest.fixture
