@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import gguf
 import numpy as np
 
 from kvshare import fetch
+from kvshare.errors import LibraryError
 
 N_LAYER = 28
 N_HEAD_KV = 8
@@ -61,6 +61,10 @@ def _byte_tokens() -> list[str]:
 
 
 def _write(path: Path) -> None:
+    try:
+        import gguf
+    except ImportError as error:
+        raise LibraryError("the package gguf is missing", hint="pip install -e '.[bench]'") from error
     rng = np.random.default_rng(28)
     tokens = [*_byte_tokens(), "<|end|>"]
     writer = gguf.GGUFWriter(path, "llama")

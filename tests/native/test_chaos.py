@@ -27,13 +27,10 @@ from tests.native.handoff import ROOT, environment
 pytestmark = [pytest.mark.native, pytest.mark.usefixtures("library")]
 
 FEW = [
-    *("none", "dies:half", "other-tokens", "claims-zeros", "seals:half", "late-nan", "late-refused"),
-    *("late-expired", "trespasses", "holds-on", "adopts-twice", "decoder-dies-unseen:half"),
+    *("none", "dies:half", "seals:half", "late-nan", "trespasses", "adopts-twice"),
+    "decoder-dies-unseen:half",
 ]
-FEW_TURNS = [
-    *("none", "dies:half", "touches-prefix:half", "other-prefix", "goes-on:half", "late-nan"),
-    "erase-between",
-]
+FEW_TURNS = ["none", "touches-prefix:half", "goes-on:half", "erase-between"]
 ADOPTED = {"none", "seals", "trespasses", "holds-on", "adopts-twice"}
 
 

@@ -50,7 +50,8 @@ def test_every_case_has_fields(archs_path: Path) -> None:
         values = {
             name: [fuzz.get(seeds[case.name], *place) for place in places] for name, places in fields.items()
         }
-        assert ("state.pos" in fields) == (case.name in ("recurrent", "hybrid", "hybrid-unified"))
+        has_states = case.name in ("recurrent", "hybrid", "hybrid-unified", "tokens")
+        assert ("state.pos" in fields) == has_states
         assert set(values.get("state.pos", [])) <= {case.n_tokens - 1}
         if case.name != "recurrent":
             positions: set[int] = set()
