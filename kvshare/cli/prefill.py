@@ -41,7 +41,7 @@ to get logits, so an engine hands over all but the last one: --all-but-last leav
 
 def register(subparsers: Subparsers) -> None:
     """Add the parser of `kvshare prefill`."""
-    from kvshare.cli import add_command, provider_options
+    from kvshare.cli import add_command, prompt_options, provider_options
 
     parser = add_command(
         subparsers,
@@ -53,16 +53,7 @@ def register(subparsers: Subparsers) -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--fds", type=Path, metavar="SOCKET", help="prefill into the share that comes here")
     where.add_argument("--out", type=Path, metavar="FILE", help="write a sequence state file")
-    prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt itself")
-    prompt.add_argument(
-        "--file",
-        type=Path,
-        metavar="PATH",
-        help="file with the prompt, UTF-8; - is standard input, the default",
-    )
-    prompt.add_argument("--tokens", type=_tokens, metavar="IDS", help="token ids, such as 1,450,2")
-    prompt.add_argument("--tokens-file", type=Path, metavar="PATH", help="JSON file with a list of token ids")
+    prompt_options.add(parser)
     parser.add_argument("--all-but-last", action="store_true", help="leave out the last token of the prompt")
     parser.add_argument(
         "--timeout",
@@ -85,11 +76,11 @@ def script() -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Run `kvshare prefill`."""
-    from kvshare.cli import progress, provider_options
+    from kvshare.cli import progress, prompt_options, provider_options
 
     if args.out is not None:
         _check_target(args.out)
-    prompt = _read_prompt(args)
+    prompt = prompt_options.read(args)
     with progress.shown() as show:
         show(f"loading {args.model.name}", 0, None)
         with provider_options.open_model(args) as model:
@@ -191,41 +182,3 @@ def _save(context: Any, path: Path, tokens: Sequence[int]) -> int:
         os.unlink(name)
         raise
     return nbytes
-
-
-# -- the prompt ------------------------------------------------------------------------------------
-
-
-def _read_prompt(args: argparse.Namespace) -> str | list[int]:
-    if args.tokens is not None:
-        found: list[int] = args.tokens
-        return found
-    if args.tokens_file is not None:
-        return _read_tokens(args.tokens_file)
-    if args.prompt is not None:
-        text: str = args.prompt
-        return text
-    if args.file is None or str(args.file) == "-":
-        return _utf8(sys.stdin.buffer.read(), "standard input")
-    return _utf8(args.file.read_bytes(), str(args.file))
-
-
-def _utf8(content: bytes, where: str) -> str:
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise LocalProtocolError(f"{where} is not UTF-8: {error}") from error
-
-
-def _read_tokens(path: Path) -> list[int]:
-    try:
-        found = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise LocalProtocolError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, list) or any(type(token) is not int for token in found):
-        raise LocalProtocolError(f"{path} is not a list of integers")
-    return found
-
-
-def _tokens(text: str) -> list[int]:
-    return [int(part) for part in text.replace(",", " ").split()]

@@ -91,7 +91,7 @@ def _register_serve(actions: Subparsers) -> None:
 
 
 def _register_put(actions: Subparsers) -> None:
-    from kvshare.cli import add_command, prefill, provider_options
+    from kvshare.cli import add_command, prompt_options, provider_options
 
     parser = add_command(
         actions,
@@ -104,19 +104,9 @@ def _register_put(actions: Subparsers) -> None:
     parser.add_argument("socket", type=Path, metavar="SOCKET", help="of `kvshare prefix serve`")
     parser.add_argument("--name", required=True, help="1 to 128 characters out of A-Z a-z 0-9 . _ -")
     parser.add_argument("-m", "--model", type=Path, required=True, metavar="GGUF", help="the readers' model")
-    prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt itself")
-    prompt.add_argument(
-        "--prompt-file",
-        dest="file",
-        type=Path,
-        metavar="PATH",
-        help="file with the prompt, UTF-8; - is standard input, the default",
-    )
-    prompt.add_argument("--tokens", type=prefill._tokens, metavar="IDS", help="token ids, such as 1,450,2")
-    prompt.add_argument("--tokens-file", type=Path, metavar="PATH", help="JSON file with a list of token ids")
+    prompt_options.add(parser, file_option="--prompt-file")
     parser.add_argument("--threads", type=positive, metavar="N", help="compute threads")
-    parser.add_argument("--cpus", type=provider_options._cpus, metavar="LIST", help="run on these CPUs only")
+    parser.add_argument("--cpus", type=provider_options.cpus, metavar="LIST", help="run on these CPUs only")
     parser.add_argument("--n-gpu-layers", type=int, default=0, metavar="N", help="layers on a device")
     group = parser.add_argument_group("parameters of the context", "what a reader's have to be")
     group.add_argument("-c", "--n-ctx", type=positive, metavar="N", help="cells (default: 4096)")
@@ -186,14 +176,14 @@ _TEXTS = {
 
 def _put(args: argparse.Namespace) -> int:
     from kvshare import wire
-    from kvshare.cli import prefill, progress, provider_options
+    from kvshare.cli import progress, prompt_options, provider_options
     from kvshare.decoder import Decoder
     from kvshare.prefix import Prefix, list_prefixes
 
     # refuse before the work what would be refused after it
     wire.encode(wire.PrefixRequest(op="get", name=args.name))
     list_prefixes(args.socket)
-    prompt = prefill._read_prompt(args)
+    prompt = prompt_options.read(args)
     with progress.shown() as show:
         show(f"loading {args.model.name}", 0, None)
         with provider_options.open_model(args) as model:

@@ -30,7 +30,7 @@ def add(parser: argparse.ArgumentParser, *, context_help: str) -> None:
         "--threads", type=positive, metavar="N", help="compute threads (default: one for each usable CPU)"
     )
     parser.add_argument(
-        "--cpus", type=_cpus, metavar="LIST", help="run on these CPUs only, such as 1,3 or 4-7"
+        "--cpus", type=cpus, metavar="LIST", help="run on these CPUs only, such as 1,3 or 4-7"
     )
     parser.add_argument(
         "--n-gpu-layers", type=int, default=0, metavar="N", help="layers on a device (default: %(default)s)"
@@ -100,12 +100,13 @@ def seconds(text: str) -> float:
     return value
 
 
-def _cpus(text: str) -> set[int]:
+def cpus(text: str) -> set[int]:
+    """Read a list of CPUs, such as `1,3` or `4-7`; a `ValueError` is argparse's to report."""
     found: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
-        cpus = range(int(first), int(last or first) + 1)
-        if not cpus or cpus.start < 0 or cpus.stop > 1 << 16:
+        part_cpus = range(int(first), int(last or first) + 1)
+        if not part_cpus or part_cpus.start < 0 or part_cpus.stop > 1 << 16:
             raise ValueError
-        found.update(cpus)
+        found.update(part_cpus)
     return found
