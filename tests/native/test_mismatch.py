@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
 import json
@@ -274,3 +275,24 @@ def test_a_model_of_another_architecture(
     assert answer["error"] in (LayoutMismatchError.__name__, SemanticsMismatchError.__name__)
     assert answer["field"]
     assert_still_shares(decoder, provider, tiny_path, PARAMS)
+
+
+def test_a_control_vector_of_the_decoder(decoder: Decoder, tiny: Model) -> None:
+    """What shares have in common is kept, but not the semantics of a context that has changed."""
+    llama, context = decoder.context.library.llama, decoder.context.pointer
+    n_embd = llama.llama_model_n_embd(tiny.pointer)
+    n_layer = llama.llama_model_n_layer(tiny.pointer)
+    vector = (ctypes.c_float * (n_embd * (n_layer - 1)))(*[0.5] * (n_embd * (n_layer - 1)))
+
+    def semantics() -> str:
+        with decoder.share(n_tokens=N_PROMPT) as share:
+            text = str(share.header.params["semantics"])
+            assert share.header.semantics == hashlib.sha256(text.encode()).hexdigest()
+            return share.header.semantics
+
+    plain = semantics()
+    assert semantics() == plain
+    assert llama.llama_set_adapter_cvec(context, vector, len(vector), n_embd, 1, n_layer) == 0
+    assert semantics() != plain
+    assert llama.llama_set_adapter_cvec(context, None, 0, n_embd, 1, n_layer) == 0
+    assert semantics() == plain

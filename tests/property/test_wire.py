@@ -138,6 +138,52 @@ def test_round_trip(message: wire.Message) -> None:
             wire.check_descriptors(decoded, len(used) + 1)
 
 
+@given(headers(), st.lists(st.tuples(share_ids, st.lists(cell_ranges(), max_size=3), share_ids), max_size=3))
+def test_a_template_encodes_what_encode_does(
+    header: wire.ShareHeader, others: list[tuple[int, list[tuple[tuple[int, int], ...]], int]]
+) -> None:
+    template = wire.ShareTemplate(
+        layout=header.layout, semantics=header.semantics, params=header.params, regions=header.regions
+    )
+    same = template.header(
+        share_id=header.share_id, ledger=header.ledger, cells=header.cells, expires_ms=header.expires_ms
+    )
+    assert same == header
+    assert template.encode(header) == wire.encode(header)
+    for share_id, cells, expires_ms in others:
+        other = dataclasses.replace(
+            header, share_id=share_id, cells=tuple(cells), expires_ms=expires_ms, ledger=header.ledger
+        )
+        assert template.encode(other) == wire.encode(other)
+
+
+@given(headers(), st.data())
+def test_a_template_refuses_what_encode_refuses(header: wire.ShareHeader, data: st.DataObject) -> None:
+    template = wire.ShareTemplate(
+        layout=header.layout, semantics=header.semantics, params=header.params, regions=header.regions
+    )
+    template.encode(header)
+    wrong: dict[str, Any] = data.draw(
+        st.sampled_from(
+            [
+                {"share_id": 0},
+                {"share_id": 1 << 53},
+                {"expires_ms": -1},
+                {"cells": (((3, 3),),)},
+                {"cells": (((4, 6), (5, 7)),)},
+                {"ledger": wire.LedgerEntry(fd=header.regions[0].fd, size=4096)},
+                {"ledger": wire.LedgerEntry(fd=header.ledger.fd, size=0)},
+            ]
+        )
+    )
+    bad = dataclasses.replace(header, **wrong)
+    with pytest.raises(errors.LocalProtocolError) as by_encode:
+        wire.encode(bad)
+    with pytest.raises(errors.LocalProtocolError) as by_template:
+        template.encode(bad)
+    assert str(by_template.value) == str(by_encode.value)
+
+
 @given(st.binary(max_size=200) | texts.map(str.encode) | json_values.map(json.dumps).map(str.encode))
 def test_any_bytes(payload: bytes) -> None:
     assert not accepted(payload)
