@@ -96,9 +96,8 @@ def main(argv: list[str] | None = None) -> int:
     for column in ("pin", "series", "pin / series"):
         table.add_column(column, justify="right")
     for row in rows:
-        table.add_row(
-            row["operation"], f"{row['pin_ns']:,.1f}", f"{row['series_ns']:,.1f}", f"{row['ratio']:.2f}"
-        )
+        costs = (f"{row[name]:,.1f}" for name in ("pin_ns", "series_ns"))
+        table.add_row(row["operation"], *costs, f"{row['ratio']:.2f}")
     Console().print(table)
     return 0
 
