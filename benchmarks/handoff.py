@@ -42,7 +42,6 @@ apply to a route, or cannot be measured here, is null.
 from __future__ import annotations
 
 import argparse
-import base64
 import contextlib
 import ctypes
 import http.client
@@ -64,14 +63,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import geometry, measure
-from benchmarks.handoff_provider import prompt
+from benchmarks.handoff_provider import ProviderProcess, prompt
 from kvshare import build, fds, fetch, processes
-from kvshare._native import signatures
 from kvshare.cli import progress
-from kvshare.decoder import Decoder
+from kvshare.decoder import Decoder, Share
 from kvshare.errors import KvshareError, RemoteProtocolError
 
 IN_PROCESS, SERVER = ROUTES = ("in-process", "server")
+TITLES = {IN_PROCESS: "in process", SERVER: "through llama-server"}
 PEERS = ("file_memory", "file_disk", "socket_copy", "shm_copy", "slot_restore")
 DEFAULT_TOKENS = (251, 3189, 12722)
 DEFAULT_REPETITIONS = 20
@@ -112,12 +111,11 @@ class Bench(Protocol):
 class InProcess:
     """A decoder in this process."""
 
-    def __init__(self, decoder: Decoder, provider: measure.Child, socket: Path, folders: Mapping[str, Path]):
+    def __init__(self, decoder: Decoder, provider: ProviderProcess, folders: Mapping[str, Path]):
         self._decoder = decoder
         self._provider = provider
-        self._socket = socket
-        self._connection = fds.connect_unix(socket)
-        self._accept = True
+        self._connection = provider.connect()
+        self._share: Share | None = None  # the last one
         self._folders = folders
         self._states = {name: dict[int, Any]() for name in ("bytes", "connections")}
         self._received = np.zeros(0, np.uint8)
@@ -129,17 +127,12 @@ class InProcess:
         """Hand a prompt over; see `Bench`."""
         context, tokens = self._decoder.context, prompt(n_tokens)
         context.clear()
-        times = [time.perf_counter()]
-        share = self._decoder.share(n_tokens=n_tokens)
-        times.append(time.perf_counter())
-        share.send(self._connection)
-        times.append(time.perf_counter())
-        self._provider.ask(job="fill", n_tokens=n_tokens, accept=self._accept)
-        self._accept = False
+        share, steps = self._provider.hand_over(self._decoder, self._connection, n_tokens)
         faults = measure.page_faults(os.getpid())
-        times.append(time.perf_counter())
+        start = time.perf_counter()
         done = self._decoder.adopt(share, tokens)
-        times.append(time.perf_counter())
+        steps["adopt_us"] = (time.perf_counter() - start) * 1e6
+        self._share = share
         adopted()
         tokens_ms = []
         for i in range(1 + N_STEADY):
@@ -149,12 +142,9 @@ class InProcess:
             tokens_ms.append((time.perf_counter() - start) * 1000)
             if i == 0:
                 faults = measure.page_faults(os.getpid()) - faults
-        share_us, send_us, _, adopt_us = (1e6 * (b - a) for a, b in itertools.pairwise(times))
         return {
-            "share_us": share_us,
-            "send_us": send_us,
-            "adopt_us": adopt_us,
-            "handoff_us": share_us + send_us + adopt_us,
+            **steps,
+            "handoff_us": sum(steps.values()),
             "first_token_ms": tokens_ms[0],
             "steady_token_ms": statistics.median(tokens_ms[1:]),
             "ratio_first_token": tokens_ms[0] / statistics.median(tokens_ms[1:]),
@@ -164,7 +154,8 @@ class InProcess:
 
     def keep(self, n_tokens: int) -> None:
         """Save what the decoder holds, for the peers; let the provider vouch with its metadata."""
-        self.vouch(n_tokens)
+        assert self._share is not None
+        self._provider.vouch_as(self._decoder, self._share, n_tokens)
         context, tokens = self._decoder.context, prompt(n_tokens)
         for name, folder in self._folders.items():
             start = time.perf_counter()
@@ -179,9 +170,9 @@ class InProcess:
             state = np.frombuffer(mmap.mmap(fd.fileno(), size), np.uint8)
             start = time.perf_counter()
             llama.llama_state_seq_get_data(context.pointer, _pointer(state), size, 0)
-            for name in ("socket_copy", "shm_copy"):
-                self.saves_ms[name][n_tokens] = (time.perf_counter() - start) * 1000
-            connection = fds.connect_unix(self._socket)
+            elapsed = (time.perf_counter() - start) * 1000
+            self.saves_ms["socket_copy"][n_tokens] = self.saves_ms["shm_copy"][n_tokens] = elapsed
+            connection = fds.connect_unix(self._provider.socket)
             self._provider.tell(job="hold", n_tokens=n_tokens)
             fds.send_message(connection, b"{}", [fd.fileno()])
             self._provider.answer()
@@ -190,16 +181,6 @@ class InProcess:
         self._states["connections"][n_tokens] = connection
         if size > self._received.nbytes:
             self._received = np.ones(size, np.uint8)
-
-    def vouch(self, n_tokens: int) -> None:
-        """Let the provider vouch as llama.cpp's own would, for the prompt that the decoder holds."""
-        handle, lib = self._decoder.context.handle, self._decoder.context.library.lib
-        sample = signatures.Digest()
-        size = lib.llama_kv_share_publish(handle, 0, None, 0, None)
-        blob = ctypes.create_string_buffer(size)
-        lib.llama_kv_share_publish(handle, 0, blob, size, ctypes.byref(sample))
-        said = {"sample": base64.b64encode(sample).decode(), "blob": base64.b64encode(blob.raw).decode()}
-        self._provider.ask(job="vouch", n_tokens=n_tokens, first_cell=0, **said)
 
     def close(self) -> None:
         """Close the connections."""
@@ -256,9 +237,9 @@ def in_process(model: Path, lengths: Sequence[int], show: fetch.Progress) -> Ite
         show("loading the model", 0, None)
         decoder = stack.enter_context(Decoder.open(model, n_ctx=geometry.N_CELLS))
         socket = stack.enter_context(fds.private_directory()) / "provider.sock"
-        provider = stack.enter_context(_provider(socket, lengths))
+        provider = stack.enter_context(ProviderProcess(socket, max(lengths)))
         folders = {name: stack.enter_context(folder) for name, folder in _folders().items()}
-        bench = InProcess(decoder, provider, socket, folders)
+        bench = InProcess(decoder, provider, folders)
         stack.callback(bench.close)
         yield bench
 
@@ -282,13 +263,6 @@ def _folders() -> dict[str, contextlib.AbstractContextManager[Path]]:
 def _folder(place: Path | None) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="kvshare-", dir=place) as name:
         yield Path(name)
-
-
-@contextlib.contextmanager
-def _provider(socket: Path, lengths: Sequence[int]) -> Iterator[measure.Child]:
-    with measure.Child("benchmarks.handoff_provider", str(socket), str(max(lengths))) as child:
-        child.answer()
-        yield child
 
 
 # -- through llama-server ----------------------------------------------------------------------
@@ -337,11 +311,10 @@ class Client:
 class Server:
     """A llama-server; its slot 0."""
 
-    def __init__(self, server: processes.Running, provider: measure.Child, socket: Path) -> None:
+    def __init__(self, server: processes.Running, provider: ProviderProcess) -> None:
         self._pid = server.pid
         self._client = Client(server.url)
         self._provider = provider
-        self._socket = socket
         self.peers: dict[str, Callable[[int], float]] = {"slot_restore": self._slot_restore}
         self.saves_ms = {"slot_restore": dict[int, float]()}
 
@@ -349,7 +322,7 @@ class Server:
         """Hand a prompt over; see `Bench`."""
         tokens = list(prompt(n_tokens))
         self._slot("erase")
-        shared, share_s = self._slot("share", socket=str(self._socket), n_tokens=n_tokens)
+        shared, share_s = self._slot("share", socket=str(self._provider.socket), n_tokens=n_tokens)
         self._provider.ask(job="fill", n_tokens=n_tokens, accept=True)
         faults = measure.page_faults(self._pid)
         done, adopt_s = self._slot("adopt", share_id=shared["share_id"], tokens=tokens)
@@ -437,8 +410,8 @@ def through_server(model: Path, lengths: Sequence[int], show: fetch.Progress) ->
                 share_dir=share,
             )
         )
-        provider = stack.enter_context(_provider(share / "provider.sock", lengths))
-        bench = Server(server, provider, share / "provider.sock")
+        provider = stack.enter_context(ProviderProcess(share / "provider.sock", max(lengths)))
+        bench = Server(server, provider)
         stack.callback(bench.close)
         yield bench
 
@@ -469,7 +442,7 @@ def measure_route(
     names = list(bench.peers)
     for i in range(repetitions):
         for n in lengths:
-            show(f"{route}: {n:,} tokens", i, repetitions)
+            show(f"{route}: repetitions", i, repetitions)
             turn = i % (len(names) + 1)
             found = {name: bench.peers[name](n) * 1000 for name in names[turn:]}
             handoffs[n].append(bench.handoff(n))
@@ -532,7 +505,7 @@ def _tables(report: Mapping[str, Any]) -> Iterator[Table]:
         runs = [run for run in report["runs"] if run["route"] == route]
         if not runs:
             continue
-        table = Table(title=f"{route}: medians of {report['repetitions']} repetitions, quartiles")
+        table = Table(title=f"{TITLES[route]}: medians of {report['repetitions']} repetitions, quartiles")
         table.add_column("")
         for run in runs:
             table.add_column(f"{run['n_tokens']:,} tokens", justify="right")
@@ -595,7 +568,7 @@ def plot(report: Mapping[str, Any], folder: Path) -> None:
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.set_title(
-            f"a prompt's state into the decoder, {route}, {report['geometry']['mib']:,.0f} MiB cache"
+            f"a prompt's state into the decoder, {TITLES[route]}, {report['geometry']['mib']:,.0f} MiB cache"
         )
         axes.legend()
         measure.save_figure(figure, folder, f"handoff-{route}")

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -20,6 +20,8 @@ from kvshare.errors import KvshareError, LocalProtocolError, PeerClosedError
 
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 _STOP_TIMEOUT_S = 60.0
+
+_Child = TypeVar("_Child", bound="Child")
 
 
 class Child:
@@ -72,7 +74,7 @@ class Child:
         self.tell(**job)
         return self.answer()
 
-    def __enter__(self) -> Child:
+    def __enter__(self: _Child) -> _Child:
         return self
 
     def __exit__(self, *_: object) -> None:
