@@ -5,7 +5,7 @@ The cache is that of `benchmarks.geometry`. Every process is a Python of its own
 - `one`: has a private cache, prefills a prompt into it and decodes a token.
 - `shared`: a decoder and 1, 2 or 4 providers. One provider after the other is offered the sequence,
   prefills the prompt, and keeps its context, as a warm provider does; the decoder adopts and decodes a
-  token. So in the end all of them have mapped the whole cache.
+  token. In the end all of them have mapped the whole cache; a provider has touched the rows of the prompt.
 
     python -m benchmarks.memory [--tokens N] [--providers N ...] [--json]
 
