@@ -348,11 +348,12 @@ def _tables(report: Mapping[str, Any]) -> Iterator[Table]:
         n_cpus = {route: len(report["cpus"].get(route, report["cpus"]["provider"])) for route in ROUTES}
         for route in ROUTES:
             where = f"two processes, {route}" if route in HANDOFFS else "one process"
-            table.add_column(f"{where},\n{n_cpus[route]} CPUs prefill", justify="right")
+            n = n_cpus[route]
+            table.add_column(f"{where},\n{n} CPU{'s'[: n != 1]} prefill{'s'[: n == 1]}", justify="right")
         names = [(f"{step}_ms", step.replace("_", " ")) for step in STEPS]
         names += [("ttft_ms", "first token"), ("handoff_ms", "share + send + adopt")]
         names += [("steady_token_ms", "steady token"), ("ratio_first_decode", "first decode / steady")]
-        names += [("ratio_one", "first token / (one + handoff)"), ("ratio_all", "first token / all CPUs")]
+        names += [("ratio_one", "/ (one process + handoff)"), ("ratio_all", "/ one process, all CPUs")]
         for name, text in names:
             cells = (_cell(run[route], name) for route in ROUTES)
             style = "bold" if name in ("ttft_ms", "ratio_one") else None
