@@ -543,8 +543,9 @@ def plot(report: Mapping[str, Any], folder: Path) -> None:
             [x + 0.4 * (i - 0.5) for x in range(len(points))], gaps_ms, 0.38, yerr=bars, capsize=3, label=text
         )
         axes.bar_label(drawn, [f"{gap:,.0f}" for gap in gaps_ms], padding=2, fontsize="small")
+    ends = [gap for point in points for route in ROUTES for gap in point[route]["spread"]["max_gap_ms"]]
     axes.set_yscale("log")
-    axes.set_ylim(10, 5 * max(point["stock"]["spread"]["max_gap_ms"][1] for point in points))
+    axes.set_ylim(min(ends) / 4, max(ends) * 5)  # room for the legend
     axes.set_ylabel("ms, median, smallest and largest")
     labels = [f"{point['n_tokens']:,} tokens\n{plural(point['n_streams'])}" for point in points]
     axes.set_xticks(range(len(points)), labels)
