@@ -390,7 +390,9 @@ def markdown(report: Report, pictures: Mapping[str, Sequence[str]]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "## Runs", "", "| benchmark | repetitions | seconds | status |", "|---|---|---|---|"]
     for name, result in report["benchmarks"].items():
-        status = result["status"] if result["error"] is None else f"failed: `{result['error']}`"
+        status = result["status"]
+        if result["error"]:
+            status += ": " + result["error"].replace("|", "\\|")
         lines.append(f"| {name} | {result['repetitions'] or ''} | {result['seconds']:,.0f} | {status} |")
     for name, result in report["benchmarks"].items():
         lines += ["", f"## {name}", "", f"    {result['command']}"]

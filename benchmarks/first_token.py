@@ -405,9 +405,9 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         with progress.shown() as show:
             halves()  # before anything is fetched
-            report = measure_all(
-                args.model or models.fetch("smollm2", show), args.tokens, args.repetitions, show
-            )
+            path = args.model or models.fetch("smollm2", show)
+            models.check_gguf(path)
+            report = measure_all(path, args.tokens, args.repetitions, show)
     except KvshareError as error:
         return measure.complain("first_token", error)
     if args.json:
