@@ -78,7 +78,7 @@ BENCHMARKS = {
         Benchmark("handoff", quick="--tokens 251 --repetitions 2", plots=True),
         Benchmark("scaling", quick="--repetitions 2", plots=True),
         Benchmark("memory", quick="--tokens 100 --providers 1"),
-        Benchmark("architectures", quick="--arch ^(llama|gemma3|mamba2)$ --case short"),
+        Benchmark("architectures", quick="--arch ^(llama|gemma3|mamba2)-dense$ --case short"),
         Benchmark("first_token", quick="--tokens 64 --repetitions 1"),
         Benchmark("stall", "--streams 1 2 4", "--tokens 600 --repetitions 1", plots=True),
         Benchmark(
