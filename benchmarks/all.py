@@ -5,8 +5,9 @@
 DIR/report.json has `machine` (CPU, cores, memory, kernel, load when it began), `versions`, `commit` of the
 checkout (null if it is none, and `-dirty` if it was changed), `date`, and of each benchmark its `command`,
 `repetitions`, `status` (`ok` or `failed`), `seconds`, `error`, and `report`: the JSON that it printed.
-`targets` says what was to be reached and what was; `met` is null where that was not measured. DIR/report.md
-says the same for people, with pictures if matplotlib is there. Both are written anew after each benchmark.
+`targets` says what was to be reached and what was; `met` is null where that was not measured in full.
+DIR/report.md says the same for people, with pictures if matplotlib is there. Both are written anew after
+each benchmark.
 
 All of it takes hours on two cores. `--quick` takes few repetitions and short prompts: it shows that the
 benchmarks work, and its figures mean little. The exit status is 1 if a benchmark failed.
@@ -106,7 +107,7 @@ class Target:
         target: what it should be.
         benchmark: that measures it.
         reached: takes the report of that; returns what was reached, and whether it is enough, or None if
-            that was not measured.
+            that was not measured in full.
     """
 
     figure: str
@@ -384,7 +385,7 @@ def markdown(report: Report, pictures: Mapping[str, Sequence[str]]) -> str:
         "| figure | target | reached | met |",
         "|---|---|---|---|",
     ]
-    words = {True: "yes", False: "no", None: "not measured"}
+    words = {True: "yes", False: "no", None: "open"}
     for row in report["targets"]:
         cells = (row["figure"], row["target"], row["reached"], words[row["met"]])
         lines.append(f"| {' | '.join(cells)} |")
