@@ -8,7 +8,8 @@ slot, and the times between the tokens of the stream are taken:
 - `kvshare`: the server has half of the CPUs, `kvshare provider` the other half, each as many threads.
   `kvshare engine` takes the prompt and hands it over. It and this program share the provider's CPUs.
 
-    python -m benchmarks.stall [--tokens N] [--repetitions N] [--model GGUF] [--json]
+    python -m benchmarks.stall [--tokens N ...] [--streams N ...] [--repetitions N] [--model GGUF] [--json]
+                               [--plot DIR]
 
 The routes take turns. Every repetition has a prompt of its own and empty slots, and fails unless
 exactly the tokens that should be were reused: none on the stock route, all but the last one on the
@@ -16,6 +17,10 @@ other. The window is from the arrival of the prompt, when its request is sent, t
 gap counts, as a whole, if its middle lies there. So the one in which the last token of the prompt is
 evaluated beside the stream counts. `p99_gap_ms` is the nearest rank: the largest gap, where there are
 few.
+
+With `--streams` there are more streams, on slots 0 and up; the figures are those of the one that stalled
+longest. Each length of `--tokens` is measured with each number of streams. The report has the first of
+these points as ever, and all of them in `points`; `--plot` draws them.
 
 Two fields say what is ordinary, for comparison with `max_gap_ms`. A stream slows down by itself as it
 grows, and it grows where it goes on: `late_gap_ms` is the end of the window. And a step that evaluates
@@ -49,17 +54,20 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import measure as common
 from kvshare import build, fds, fetch, models, processes
 from kvshare.cli import progress
 from kvshare.errors import DeadlineExceededError, KvshareError, LocalProtocolError, RemoteProtocolError
 
 ROUTES = ("stock", "kvshare")
 DEFAULT_TOKENS = 3300
+DEFAULT_STREAMS = 1
 DEFAULT_REPETITIONS = 3
 STEADY_S = 3.0  # of the stream, before the prompt arrives
-TIMEOUT_S = 180.0
+TIMEOUT_S = 600.0  # one core takes minutes for 8,000 tokens
 MIN_TOKENS = 600  # the engine leaves shorter prompts to the server
-N_STREAM = 4096  # tokens that the stream has room for
+N_STREAM = 4096  # tokens that a stream has room for
+N_SLOTS = 4  # of a llama-server that is not told otherwise; they share their cells
 N_LATE = 20  # gaps at the end of the window
 N_ANSWER = 12  # tokens of the answer to the long prompt
 
@@ -278,12 +286,12 @@ class Stream(threading.Thread):
         times: of its tokens, seconds.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, id_slot: int = 0) -> None:
         super().__init__(name="stream", daemon=True)
         self.times: list[float] = []
         self._failure: BaseException | None = None
         self._hung_up = False
-        body = {"prompt": STREAM_PROMPT, "n_predict": N_STREAM, "id_slot": 0}
+        body = {"prompt": STREAM_PROMPT, "n_predict": N_STREAM, "id_slot": id_slot}
         self._completion = Completion(url, body)
 
     def run(self) -> None:
@@ -344,7 +352,7 @@ class Bench:
 
     Attributes:
         route: its name.
-        server: URL of the llama-server, where the stream runs.
+        server: URL of the llama-server, where the streams run.
         front: URL that the long prompt is sent to.
         n_slots: slots of the server.
         cpus: CPUs for this program.
@@ -362,26 +370,36 @@ class Bench:
         with urllib.request.urlopen(f"{server}/props", timeout=TIMEOUT_S) as answer:
             return cls(route, server, front, json.load(answer)["total_slots"], cpus)
 
-    def measure(self, prompt: Sequence[int]) -> Run:
-        """Run the stream, send a prompt, and return what the stream felt.
+    def measure(self, prompt: Sequence[int], n_streams: int = 1) -> Run:
+        """Run streams, send a prompt, and return what the one felt that stalled longest.
 
         Raises:
             RemoteProtocolError: it was not what this route is about, so that its numbers mean nothing.
         """
         for id_slot in range(self.n_slots):
             call(self.server, f"/slots/{id_slot}?action=erase", {})
-        with pinned(self.cpus), Stream(self.server) as stream:
-            stream.wait_until(0)  # its first token
-            stream.wait_until(stream.times[0] + STEADY_S)
+        with pinned(self.cpus), contextlib.ExitStack() as stack:
+            streams = [stack.enter_context(Stream(self.server, i)) for i in range(n_streams)]
+            for stream in streams:
+                stream.wait_until(0)  # its first token
+            start = max(stream.times[0] for stream in streams)
+            for stream in streams:
+                stream.wait_until(start + STEADY_S)
             answer = {"prompt": list(prompt), "n_predict": N_ANSWER}
             with Completion(self.front, answer) as completion:
                 events = list(completion)
             if not events or "timings" not in events[-1][1]:
                 raise RemoteProtocolError("the answer to the long prompt is not whole")
             (first, _), (last, end) = events[0], events[-1]
-            stream.wait_until(last)
+            for stream in streams:
+                stream.wait_until(last)
         self._check(len(prompt), completion.headers, end["timings"])
-        return Run.of(stream.times, completion.sent, first, last)
+        # before all of them ran, it was not what is compared
+        runs = [
+            Run.of([t for t in stream.times if t >= start], completion.sent, first, last)
+            for stream in streams
+        ]
+        return max(runs, key=lambda run: run.max_gap_ms)
 
     def _check(self, n_tokens: int, headers: Mapping[str, str], timings: Mapping[str, Any]) -> None:
         if self.route == "kvshare" and headers.get("X-Kvshare-Path") != "handoff":
@@ -395,22 +413,27 @@ class Bench:
             )
 
 
-def prompts(server: str, n_tokens: int, n: int) -> list[list[int]]:
-    """Return different prompts of exactly so many tokens."""
-    rng = random.Random(1)
+def prompts(server: str, n_tokens: int, n: int, seed: int = 1) -> list[list[int]]:
+    """Return different prompts of exactly so many tokens, others for each seed."""
+    rng = random.Random(seed)
     texts = [" ".join(rng.choices(WORDS, k=n_tokens)) for _ in range(n)]  # a word is at least a token
     return [call(server, "/tokenize", {"content": text})["tokens"][:n_tokens] for text in texts]
 
 
 def measure(
-    model: Path, n_tokens: int, repetitions: int, show: fetch.Progress = fetch.silent
+    model: Path,
+    lengths: Sequence[int],
+    numbers: Sequence[int],
+    repetitions: int,
+    show: fetch.Progress = fetch.silent,
 ) -> dict[str, Any]:
     """Run the benchmark; return the report that `--json` prints.
 
     Args:
         model: GGUF file.
-        n_tokens: of the long prompt.
-        repetitions: of each route.
+        lengths: of the long prompt, tokens.
+        numbers: of streams.
+        repetitions: of each route, for each length and number.
         show: told about the steps.
 
     Raises:
@@ -419,15 +442,18 @@ def measure(
     cores = usable_cores()
     ours, theirs = split(cores)
     program = build.build_target(build.SERVER, progress=show)
-    n_ctx = -(-(n_tokens + N_STREAM + 512) // 256) * 256
-    runs: dict[str, list[Run]] = {route: [] for route in ROUTES}
+    n_ctx = -(-(max(lengths) + max(numbers) * N_STREAM + 512) // 256) * 256
+    points = []
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(fds.private_directory())
         share, saved = folder / "share", folder / "saved"
         share.mkdir(mode=0o700)
         saved.mkdir()
         # a stock server erases slots only if it may save them
-        options = ["--ctx-size", str(n_ctx), "--slot-save-path", str(saved), "--threads"]
+        options = ["--ctx-size", str(n_ctx), "--slot-save-path", str(saved)]
+        if max(numbers) >= N_SLOTS:
+            options += ["--parallel", str(max(numbers) + 1), "--kv-unified"]
+        options.append("--threads")
         show("starting the processes", 0, None)
         stock = stack.enter_context(
             processes.llama_server(
@@ -456,21 +482,32 @@ def measure(
             Bench.at("stock", stock.url, stock.url, [*ours, *theirs]),
             Bench.at("kvshare", server.url, front.url, theirs),
         )
-        fresh = iter(prompts(stock.url, n_tokens, repetitions * len(benches)))
-        for i in range(repetitions):
-            for bench in benches:
-                show(f"repetition {i + 1} of {repetitions}, {bench.route}", 0, None)
-                runs[bench.route].append(bench.measure(next(fresh)))
+        for seed, (n_tokens, n_streams) in enumerate(itertools.product(lengths, numbers), start=1):
+            what = f"{n_tokens:,} tokens, {plural(n_streams)}"
+            runs: dict[str, list[Run]] = {route: [] for route in ROUTES}
+            fresh = iter(prompts(stock.url, n_tokens, repetitions * len(benches), seed))
+            for i in range(repetitions):
+                for bench in benches:
+                    show(f"{what}: repetition {i + 1} of {repetitions}, {bench.route}", 0, None)
+                    runs[bench.route].append(bench.measure(next(fresh), n_streams))
+            points.append({**summary(runs), "n_tokens": n_tokens, "n_streams": n_streams})
     return {
-        **summary(runs),
-        "n_tokens": n_tokens,
+        **points[0],
         "model": model.name,
+        "repetitions": repetitions,
         "cpus": {"stock": [*ours, *theirs], "server": ours, "provider": theirs},
+        "points": points,
     }
 
 
-def _table(report: dict[str, Any]) -> Table:
-    table = Table(title=f"a stream while {report['n_tokens']:,} tokens are prefilled, medians (ms)")
+def plural(n_streams: int) -> str:
+    """Return how many streams there are, in words."""
+    return "1 stream" if n_streams == 1 else f"{n_streams} streams"
+
+
+def _table(report: Mapping[str, Any]) -> Table:
+    who = "a stream" if report["n_streams"] == 1 else f"the slowest of {plural(report['n_streams'])}"
+    table = Table(title=f"{who} while {report['n_tokens']:,} tokens are prefilled, medians (ms)")
     table.add_column("")
     for route in ROUTES:
         table.add_column(route, justify="right")
@@ -488,18 +525,56 @@ def _table(report: dict[str, Any]) -> Table:
     return table
 
 
+def plot(report: Mapping[str, Any], folder: Path) -> None:
+    """Draw the largest gap of both routes at each point."""
+    pyplot = common.pyplot()
+    points = report["points"]
+    figure, axes = pyplot.subplots(figsize=(max(4.5, 1.5 + 1.3 * len(points)), 4.5))
+    for i, (route, text) in enumerate(
+        (("stock", "stock llama-server, all CPUs"), ("kvshare", "kvshare, half of the CPUs each"))
+    ):
+        gaps_ms = [point[route]["max_gap_ms"] for point in points]
+        spread = [point[route]["spread"]["max_gap_ms"] for point in points]
+        bars = [
+            [gap - low for gap, (low, _) in zip(gaps_ms, spread, strict=True)],
+            [high - gap for gap, (_, high) in zip(gaps_ms, spread, strict=True)],
+        ]
+        drawn = axes.bar(
+            [x + 0.4 * (i - 0.5) for x in range(len(points))], gaps_ms, 0.38, yerr=bars, capsize=3, label=text
+        )
+        axes.bar_label(drawn, [f"{gap:,.0f}" for gap in gaps_ms], padding=2, fontsize="small")
+    ends = [gap for point in points for route in ROUTES for gap in point[route]["spread"]["max_gap_ms"]]
+    axes.set_yscale("log")
+    axes.set_ylim(min(ends) / 4, max(ends) * 5)  # room for the legend
+    axes.set_ylabel("ms, median, smallest and largest")
+    labels = [f"{point['n_tokens']:,} tokens\n{plural(point['n_streams'])}" for point in points]
+    axes.set_xticks(range(len(points)), labels)
+    axes.set_axisbelow(True)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_title("longest stall of a stream while a prompt is prefilled")
+    axes.legend(fontsize="small")
+    common.save_figure(figure, folder, "stall")
+    pyplot.close(figure)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stall", description=__doc__.split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--model", type=Path, metavar="GGUF", help="default: SmolLM2-135M-Instruct, fetched")
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=DEFAULT_TOKENS,
-        metavar="N",
-        help="length of the long prompt (default: %(default)s)",
-    )
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="write a picture; needs matplotlib")
+    for name, default, text in (
+        ("tokens", DEFAULT_TOKENS, "length of the long prompt"),
+        ("streams", DEFAULT_STREAMS, "streams that run meanwhile"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=int,
+            nargs="+",
+            default=[default],
+            metavar="N",
+            help=f"{text} (default: {default})",
+        )
     parser.add_argument(
         "--repetitions",
         type=int,
@@ -508,25 +583,30 @@ def main(argv: list[str] | None = None) -> int:
         help="of each route (default: %(default)s)",
     )
     args = parser.parse_args(argv)
-    if args.tokens < MIN_TOKENS:
+    if min(args.tokens) < MIN_TOKENS:
         parser.error(f"--tokens must be at least {MIN_TOKENS}")
+    if min(args.streams) < 1:
+        parser.error("--streams must be at least 1")
     if args.repetitions < 1:
         parser.error("--repetitions must be at least 1")
     try:
+        if args.plot:
+            common.pyplot()
         with progress.shown() as show:
             split(usable_cores())  # before anything is compiled
-            report = measure(args.model or models.fetch("smollm2", show), args.tokens, args.repetitions, show)
+            model = args.model or models.fetch("smollm2", show)
+            report = measure(model, args.tokens, args.streams, args.repetitions, show)
     except KvshareError as error:
-        print(f"stall: error: {error}", file=sys.stderr)
-        if error.hint:
-            print(f"hint: {error.hint}", file=sys.stderr)
-        return error.exit_code
+        return common.complain("stall", error)
+    if args.plot:
+        plot(report, args.plot)
     if args.json:
         print(json.dumps(report, indent=1))
         return 0
     out = Console()
-    out.print(_table(report))
-    out.print(f"largest gap, stock / kvshare: {report['ratio_max_gap']:,.0f}", highlight=False)
+    for point in report["points"]:
+        out.print(_table(point))
+        out.print(f"largest gap, stock / kvshare: {point['ratio_max_gap']:,.0f}", highlight=False)
     return 0
 
 
