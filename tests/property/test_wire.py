@@ -155,6 +155,9 @@ def test_a_template_encodes_what_encode_does(
             header, share_id=share_id, cells=tuple(cells), expires_ms=expires_ms, ledger=header.ledger
         )
         assert template.encode(other) == wire.encode(other)
+    for change in ({"params": {**header.params, "more": 1}}, {"layout": "0" * 64}, {"semantics": "1" * 64}):
+        changed: wire.ShareHeader = dataclasses.replace(header, **change)
+        assert template.encode(changed) == wire.encode(changed)
 
 
 @given(headers(), st.data())

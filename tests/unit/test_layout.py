@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from typing import Any
 
 import pytest
 
@@ -215,3 +216,25 @@ def test_other_text_of_the_same_semantics_is_refused() -> None:
 def test_semantics_that_are_no_json(text: str) -> None:
     with pytest.raises((RemoteProtocolError, SemanticsMismatchError)):
         require_equal_semantics(text, "{}")
+
+
+def test_parts_that_came_before() -> None:
+    """The last layout is kept; what differs from it is looked at as if nothing had come before."""
+    other = dataclasses.replace(LAYOUT, abi=LAYOUT.abi + 1)
+
+    def parts(layout: Layout) -> tuple[dict[str, object], list[tuple[int, Any]], str]:
+        caches = canonical_json([cache.to_json() for cache in layout.caches]).decode()
+        params = {"abi": layout.abi, "byte_order": layout.byte_order, "caches": caches}
+        regions = [(each.size, [tensor.to_json() for tensor in each.tensors]) for each in layout.regions]
+        return params, regions, layout.digest()
+
+    for _ in range(2):
+        first = Layout.from_parts(*parts(LAYOUT))
+        assert first == LAYOUT
+        assert Layout.from_parts(*parts(LAYOUT)) is first
+        params, regions, digest = parts(LAYOUT)
+        with pytest.raises(RemoteProtocolError):
+            Layout.from_parts(params, regions, other.digest())
+        with pytest.raises(RemoteProtocolError):
+            Layout.from_parts(params | {"abi": other.abi}, regions, digest)
+        assert Layout.from_parts(*parts(other)) == other
