@@ -302,6 +302,7 @@ class Decoder:
         self.layout = Layout.parse(text)
         self._semantics = Text(self._lib.llama_kv_share_semantics, context.handle)
         self._caches = canonical_json([cache.to_json() for cache in self.layout.caches]).decode()
+        self._tensors = [[tensor.to_json() for tensor in each.tensors] for each in self.layout.regions]
         self._templates: dict[tuple[int, bool], wire.ShareTemplate] = {}
         self._descriptors: dict[int, tuple[int, ...]] = {}
         if not forked:  # once, here: what is the same for all shares
@@ -499,7 +500,7 @@ class Decoder:
                         fd=index,
                         offset=region.offset,
                         size=region.size,
-                        layout=[tensor.to_json() for tensor in self.layout.regions[index].tensors],
+                        layout=self._tensors[index],
                         kind=wire.KINDS[region.kind],
                     )
                     for index, region in enumerate(regions)
