@@ -282,6 +282,7 @@ def _require_abi(module: Any, path: Path, abi: signatures.Abi) -> None:
         "sizeof_region": ctypes.sizeof(signatures.Region),
         "sizeof_range": ctypes.sizeof(signatures.Range),
         "sizeof_adopted": ctypes.sizeof(signatures.Adopted),
+        "sizeof_issued": ctypes.sizeof(signatures.Issued),
         "sizeof_model_params": ctypes.sizeof(module.llama_model_params),
         "sizeof_context_params": ctypes.sizeof(module.llama_context_params),
         "sizeof_batch": ctypes.sizeof(module.llama_batch),
