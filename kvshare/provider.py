@@ -23,13 +23,14 @@ import select
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
 from kvshare import fds, mapping, wire
 from kvshare._native import loader, signatures
 from kvshare._native.context import FLASH_ATTN, TYPES, Context, Model
+from kvshare._native.kcmp import is_same_file
+from kvshare.device import DevicePlace
 from kvshare.errors import (
     DescriptorError,
     KvshareError,
@@ -116,25 +117,18 @@ class Offer:
 
         *Ownership*: takes the descriptors, and closes them if it raises.
         """
-        self._mappings: list[mapping.Mapping] | None = None
+        self._mappings: list[mapping.AnyMapping] | None = None
         self._fds = list(descriptors)
         try:
             wire.check_descriptors(header, len(descriptors))
-            for entry in header.regions:
-                if entry.kind != "memfd":
-                    raise NotShareableError(f"regions of kind {entry.kind} cannot be imported yet")
-                fd = descriptors[entry.fd].fileno()
-                fds.require_seals(fd)
-                if entry.offset + entry.size > fds.fd_size(fd):
-                    raise RemoteProtocolError(
-                        f"region of {entry.size} bytes at {entry.offset} exceeds its descriptor "
-                        f"of {fds.fd_size(fd)} bytes"
-                    )
             self.header = header
+            self._places = [_place(entry, descriptors[entry.fd].fileno()) for entry in header.regions]
             self._require_disjoint()
-            self.layout = Layout.from_parts(
-                header.params, [(entry.size, entry.layout) for entry in header.regions], header.layout
-            )
+            parts = [
+                (entry.size, entry.layout if place is None else place.tensors)
+                for entry, place in zip(header.regions, self._places, strict=True)
+            ]
+            self.layout = Layout.from_parts(header.params, parts, header.layout)
             if len(header.cells) != len(self.layout.caches):
                 raise RemoteProtocolError(
                     f"cells of {len(header.cells)} caches, the layout has {len(self.layout.caches)}"
@@ -189,22 +183,29 @@ class Offer:
         """Whether the decoder waits until the regions are unmapped and the connection is closed."""
         return bool(self.header.params.get("strict"))
 
-    def memory(self) -> list[tuple[int, int, int, int]]:
-        """Return what tells the memory of each region from any other: device, inode, offset, size."""
-        found = []
-        for entry in self.header.regions:
-            status = os.fstat(self._fds[entry.fd].fileno())
-            found.append((status.st_dev, status.st_ino, entry.offset, entry.size))
-        return found
+    @property
+    def devices(self) -> list[str]:
+        """UUIDs of the GPUs that regions lie on, each once; empty if all lie on the host."""
+        return list(dict.fromkeys(place.device for place in self._places if place is not None))
+
+    def memory(self) -> Memory:
+        """Return what tells the memory of each region from any other.
+
+        *Ownership*: the caller closes it.
+        """
+        return Memory(self.header.regions, self._fds)
 
     def _require_disjoint(self) -> None:
         """Check that no byte is shared twice, whatever descriptors it is shared by."""
-        for (*one, start, size), (*other, next_start, _) in pairwise(sorted(self.memory())):
-            if one == other and next_start < start + size:
-                raise RemoteProtocolError("two regions overlap in one memory")
-        status = os.fstat(self._fds[self.header.ledger.fd].fileno())
-        if any((status.st_dev, status.st_ino) == (dev, ino) for dev, ino, *_ in self.memory()):
-            raise RemoteProtocolError("the ledger lies in the memory of a region")
+        entries = sorted(self.header.regions, key=lambda entry: entry.offset)
+        for i, entry in enumerate(entries):
+            for other in entries[i + 1 :]:
+                if other.offset >= entry.offset + entry.size:
+                    break
+                if entry.kind == other.kind and _is_one(entry.kind, self._fds[entry.fd], self._fds[other.fd]):
+                    raise RemoteProtocolError("two regions overlap in one memory")
+            if _is_one("memfd", self._fds[entry.fd], self._fds[self.header.ledger.fd]):
+                raise RemoteProtocolError("the ledger lies in the memory of a region")
 
     def native_regions(self) -> Any:
         """Return the regions as the array of structs that an import takes."""
@@ -225,8 +226,15 @@ class Offer:
         """Return K and V of every layer; see `mapping.LayerView` for shapes.
 
         Write only the rows of the leased cells, `first_cell` on; call `ledger.begin` before the first.
+        Views of a region on a GPU are `device.DeviceView`s: arrays for PyTorch, CuPy and the like.
+        Synchronise the GPU before `ledger.advance`; `complete` does so itself.
 
-        *Ownership*: a view keeps its mapping alive, and `close` raises while one exists.
+        Raises:
+            LibraryError: a region lies on a GPU, and there is no CUDA driver, or it is too old.
+            NotShareableError: this process does not see the GPU.
+
+        *Ownership*: a view keeps its mapping alive, as does an array that is made of it, and `close` raises
+            while one exists.
         """
         return mapping.layer_views(self.layout, self._mapped())
 
@@ -284,12 +292,81 @@ class Offer:
         # an error's own frames may hold views
         self.close(leave_views=error is not None)
 
-    def _mapped(self) -> list[mapping.Mapping]:
+    def _mapped(self) -> list[mapping.AnyMapping]:
         if self._mappings is None:
-            self._mappings = mapping.map_regions(
-                self.layout, [(self._fds[entry.fd], entry.offset) for entry in self.header.regions]
-            )
+            regions = [(self._fds[entry.fd], entry.offset) for entry in self.header.regions]
+            self._mappings = mapping.map_regions(self.layout, regions, self._places)
         return self._mappings
+
+
+class Memory:
+    """What tells the memory of regions from any other, as long as something maps it.
+
+    *Ownership*: owns copies of the descriptors of memory on GPUs, by which it is told, until `close`.
+    """
+
+    def __init__(self, regions: Sequence[wire.RegionEntry], descriptors: Sequence[OwnedFd]) -> None:
+        self._keys: list[tuple[Any, ...]] = []
+        self._copies: list[OwnedFd] = []
+        for entry in regions:
+            fd = descriptors[entry.fd].fileno()
+            if entry.kind == "memfd":
+                self._keys.append((entry.kind, entry.offset, entry.size, *_inode(fd)))
+            else:
+                self._keys.append((entry.kind, entry.offset, entry.size))
+                self._copies.append(OwnedFd(os.dup(fd)))
+
+    def is_same(self, other: Memory) -> bool:
+        """Whether these are the same regions of the same memory."""
+        pairs = zip(self._copies, other._copies, strict=False)
+        return self._keys == other._keys and all(is_same_file(a.fileno(), b.fileno()) for a, b in pairs)
+
+    def close(self) -> None:
+        """Close the copies; idempotent."""
+        for each in self._copies:
+            each.close()
+
+    def __enter__(self) -> Memory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _inode(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
+
+
+def _is_one(kind: str, a: OwnedFd, b: OwnedFd) -> bool:
+    """Whether two descriptors are of one memory; that of a GPU has no inode of its own."""
+    if kind == "memfd":
+        return _inode(a.fileno()) == _inode(b.fileno())
+    return is_same_file(a.fileno(), b.fileno())
+
+
+def _place(entry: wire.RegionEntry, fd: int) -> DevicePlace | None:
+    """Check a region's entry against its descriptor; return where it lies, None for the host."""
+    if entry.kind == "cuda-vmm":
+        place = DevicePlace.from_json(entry.layout)
+        # the driver checks the rest: such a descriptor tells nothing
+        if entry.offset + entry.size > place.mapped_size:
+            raise RemoteProtocolError(
+                f"region of {entry.size} bytes at {entry.offset} exceeds its allocation "
+                f"of {place.mapped_size} bytes"
+            )
+        return place
+    if entry.kind != "memfd":
+        raise NotShareableError(
+            f"regions of kind {entry.kind} are not for providers", hint="share the memory itself, as cuda-vmm"
+        )
+    fds.require_seals(fd)
+    if entry.offset + entry.size > fds.fd_size(fd):
+        raise RemoteProtocolError(
+            f"region of {entry.size} bytes at {entry.offset} exceeds its descriptor "
+            f"of {fds.fd_size(fd)} bytes"
+        )
+    return None
 
 
 @contextlib.contextmanager
@@ -385,16 +462,15 @@ class Provider:
         """
         self.offer = offer
         self._lib = model.library.lib
-        self._memory = offer.memory()  # while the context lives, no other memory gets this identity
         params = requested(offer.header.params, offer.layout, overrides)
-        with importing(offer):
-            self.context = Context.create(model, n_threads=n_threads, **params)
-        try:
+        with contextlib.ExitStack() as undo:
+            with importing(offer):
+                self.context = Context.create(model, n_threads=n_threads, **params)
+            undo.callback(self.context.close)
             self._require_semantics(allow_other=allow_other_semantics)
             self._confine()
-        except BaseException:
-            self.context.close()
-            raise
+            self._memory = offer.memory()  # while the context lives, no other memory is the same
+            undo.pop_all()
 
     def _confine(self) -> None:
         lease = self.offer.native_lease()
@@ -422,8 +498,9 @@ class Provider:
         may_differ = {"seq_id"} if all(cache.is_plain for cache in offer.layout.caches) else set()
         if _without(before.params, may_differ) != _without(now.params, may_differ):
             return False
-        if self._memory != offer.memory():
-            return False
+        with offer.memory() as memory:
+            if not self._memory.is_same(memory):
+                return False
         if not offer.n_prefix or offer.seq_id != self.offer.seq_id:
             # not `forget`: that would zero the decoder's memory
             self.context.clear(self.offer.seq_id)
@@ -523,6 +600,7 @@ class Provider:
     def close(self) -> None:
         """Free the context; idempotent. What was filled stays in the decoder's cache."""
         self.context.close()
+        self._memory.close()
 
     def __enter__(self) -> Provider:
         return self

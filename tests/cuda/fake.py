@@ -1,0 +1,104 @@
+"""The fake CUDA driver, as tests use it: what it counts, and memory as a decoder would make it."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from ctypes import byref, c_char_p, c_int, c_long, c_size_t, c_ulonglong, c_void_p
+from pathlib import Path
+from typing import Any
+
+from kvshare import fds
+from kvshare._native import cuda
+
+SOURCE = Path(__file__).with_name("fake_driver.c")
+KINDS = ("handles", "allocations", "ranges", "mappings", "pinned", "contexts", "current", "bytes")
+
+
+def compile_driver(folder: Path) -> Path:
+    """Compile it; return the library, which has the name that the real one is looked for by."""
+    library = folder / "libcuda.so.1"
+    subprocess.run(
+        ["cc", "-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", SOURCE, "-o", library],
+        check=True,
+    )
+    return library
+
+
+class FakeDriver:
+    """The library, loaded into this process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lib = ctypes.CDLL(str(path))
+        self.lib.fake_cuda_live.restype, self.lib.fake_cuda_live.argtypes = c_long, [c_char_p]
+        self.lib.fake_cuda_calls.argtypes = [c_char_p]
+
+    def live(self) -> dict[str, int]:
+        """Count what has not been given back, what there is none of left out."""
+        counts = {name: self.lib.fake_cuda_live(name.encode()) for name in KINDS}
+        return {name: n for name, n in counts.items() if n}
+
+    def calls(self, function: str) -> int:
+        """Return how often a function was called."""
+        return int(self.lib.fake_cuda_calls(function.encode()))
+
+    def reset(self) -> None:
+        self.lib.fake_cuda_reset()
+
+
+class Memory:
+    """Memory of a GPU as a decoder makes it: created, mapped, exported.
+
+    *Ownership*: owns all of it until `close`.
+    """
+
+    def __init__(self, nbytes: int, ordinal: int = 0) -> None:
+        driver = cuda.driver()
+        lib = self._lib = driver.lib
+        self.device = driver.devices()[ordinal]
+        granularity = driver.granularity(self.device)
+        self.nbytes = -(-nbytes // granularity) * granularity
+        prop = cuda._AllocationProp(type=1, requested_handle_types=1, location=cuda._Location(1, ordinal))
+        self._context, self._handle, address, fd = c_void_p(), c_ulonglong(), c_ulonglong(), c_int()
+        lib.cuDevicePrimaryCtxRetain(byref(self._context), ordinal)
+        check(lib.cuMemCreate(byref(self._handle), c_size_t(self.nbytes), byref(prop), c_ulonglong(0)))
+        lib.cuMemAddressReserve(byref(address), self.nbytes, 0, 0, 0)
+        self.address = address.value
+        lib.cuMemMap(self.address, self.nbytes, 0, self._handle, 0)
+        access = cuda._AccessDesc(cuda._Location(1, ordinal), 3)
+        lib.cuMemSetAccess(self.address, self.nbytes, byref(access), 1)
+        check(lib.cuMemExportToShareableHandle(byref(fd), self._handle, 1, c_ulonglong(0)))
+        self.fd = fds.OwnedFd(fd.value)
+
+    def read(self, offset: int = 0, size: int | None = None) -> bytes:
+        """Return bytes of it."""
+        buffer = ctypes.create_string_buffer(self.nbytes - offset if size is None else size)
+        self._lib.cuCtxPushCurrent_v2(self._context)
+        self._lib.cuMemcpyDtoH_v2(buffer, self.address + offset, len(buffer))
+        self._lib.cuCtxPopCurrent_v2(None)
+        return buffer.raw
+
+    def write(self, content: bytes, offset: int = 0) -> None:
+        """Change bytes of it."""
+        self._lib.cuCtxPushCurrent_v2(self._context)
+        check(self._lib.cuMemcpyHtoD_v2(c_ulonglong(self.address + offset), content, c_size_t(len(content))))
+        self._lib.cuCtxPopCurrent_v2(None)
+
+    def close(self) -> None:
+        self.fd.close()
+        self._lib.cuMemUnmap(self.address, self.nbytes)
+        self._lib.cuMemAddressFree(self.address, self.nbytes)
+        self._lib.cuMemRelease(self._handle)
+        self._lib.cuDevicePrimaryCtxRelease_v2(self.device.ordinal)
+
+    def __enter__(self) -> Memory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def check(result: Any) -> None:
+    """Of functions that the package does not use, and which are called as they are."""
+    assert result == 0, result
