@@ -1,8 +1,12 @@
 """Regions in the memory of a GPU: what their entry says, their mapping, and arrays over it.
 
 A `DeviceView` is an array that this process's kernels can use and the host cannot: `torch.as_tensor`,
-`cupy.asarray` and `from_dlpack` of any framework make their own array of it without a copy. A provider
-that computes on the host assigns rows to a range of cells, as it would with a numpy view: they are copied.
+`cupy.asarray` and whatever else knows the CUDA array interface make their own array of it without a copy.
+A provider that computes on the host assigns rows to a range of cells, as it would with a numpy view: they
+are copied.
+
+There is no DLPack here: its consumers call a C function when they are done, also while an exception passes
+through, and a Python function in its place would swallow that.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvshare._native import cuda, dlpack
+from kvshare._native import cuda
 from kvshare.errors import DescriptorError, LocalProtocolError, RemoteProtocolError
 from kvshare.layout import Json
 
@@ -61,7 +65,7 @@ class DeviceView:
     Attributes:
         shape: as of the numpy view of a region on the host, see `mapping.LayerView`.
         strides: bytes from one to the next, likewise.
-        dtype: numpy's; bfloat16 is seen as uint16, but has its own type in DLPack.
+        dtype: numpy's; bfloat16 is seen as uint16.
         device: the GPU.
     """
 
@@ -72,7 +76,6 @@ class DeviceView:
         shape: tuple[int, ...],
         strides: tuple[int, ...],
         dtype: np.dtype[Any],
-        type: str,
     ) -> None:
         self.shape = shape
         self.strides = strides
@@ -80,7 +83,6 @@ class DeviceView:
         self.device = mapping.memory.device
         self._mapping = mapping
         self._offset = offset
-        self._type = type
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -93,22 +95,6 @@ class DeviceView:
             "strides": self.strides,
             "stream": None,
         }
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return dlpack.CUDA, self.device.ordinal
-
-    def __dlpack__(
-        self,
-        *,
-        stream: Any = None,
-        max_version: Any = None,
-        dl_device: tuple[int, int] | None = None,
-        copy: bool | None = None,
-    ) -> Any:
-        if copy or (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()):
-            raise BufferError("the memory of the cache is shared where it is, without a copy")
-        strides = [stride // self.dtype.itemsize for stride in self.strides]
-        return dlpack.capsule(self, self._address, self.device.ordinal, self.shape, strides, self._type)
 
     def __setitem__(self, cells: slice, rows: npt.ArrayLike) -> None:
         """Copy rows from the host into some cells, and wait until they are there.
@@ -157,7 +143,7 @@ class DeviceView:
             data.ctypes.data,
             width,
             self._offset + first * self.strides[0],
-            self.strides[1] if self._is_transposed else self.strides[0],
+            self.strides[1] if self._is_transposed else width,  # rows lie one behind the other
             width,
             n_lines,
             to_device=to_device,
@@ -207,7 +193,7 @@ class DeviceMapping:
         self._views: weakref.WeakSet[DeviceView] = weakref.WeakSet()
 
     def view(
-        self, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], type: str
+        self, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]
     ) -> DeviceView:
         """Return an array over the region; see `DeviceView` for the arguments, `offset` in bytes.
 
@@ -215,7 +201,7 @@ class DeviceMapping:
             LocalProtocolError: closed.
         """
         self.memory.require_open()
-        view = DeviceView(self, self._offset + offset, shape, strides, dtype, type)
+        view = DeviceView(self, self._offset + offset, shape, strides, dtype)
         self._views.add(view)
         return view
 

@@ -81,7 +81,7 @@ class Mapping:
         return self._map
 
     def view(
-        self, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], type: str
+        self, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]
     ) -> npt.NDArray[Any]:
         """Return an array over the region: where it starts, its shape, and its strides in bytes."""
         ends = [(n - 1) * stride for n, stride in zip(shape, strides, strict=True)]
@@ -134,7 +134,7 @@ class LayerView:
 
     il: int
     k: View
-    v: View | None
+    v: View
 
 
 @overload
@@ -215,7 +215,7 @@ def _view(tensor: TensorLayout, mapping: AnyMapping, region_size: int, *, transp
         strides = (row * kv_size, item, item * kv_size)
     if n_stream == 1:
         shape, strides = shape[1:], strides[1:]
-    return mapping.view(tensor.offset, shape, strides, dtype, tensor.type)
+    return mapping.view(tensor.offset, shape, strides, dtype)
 
 
 def plain_sample(layout: Layout, mappings: Sequence[AnyMapping], first: int, n_tokens: int) -> bytes:
