@@ -26,35 +26,45 @@ from kvshare.layout import Json
 
 @dataclass(frozen=True)
 class DevicePlace:
-    """Where a region of kind `cuda-vmm` lies; beside its tensors in the region's `layout` on the wire.
+    """Where a region of kind `cuda-vmm` lies: the `layout` of its entry on the wire.
 
     Attributes:
         device: UUID of the GPU, `GPU-` and 36 characters; its number means nothing to another process.
         mapped_size: bytes of the allocation: whole granules, all of which are mapped.
-        tensors: what is the whole `layout` for a region on the host. Only this is part of the layout digest.
+        memory: random, in [1, 2**53); the same number is the same allocation, which its descriptors do not
+            tell. None if the decoder does not say it: then no two are the same.
+        tensors: what is the whole `layout` of a region on the host. Only this is part of the layout digest.
     """
 
     device: str
     mapped_size: int
+    memory: int | None
     tensors: Json
 
     def to_json(self) -> Json:
         """Return the `layout` of the region's entry."""
-        return {"device": self.device, "mapped_size": self.mapped_size, "tensors": self.tensors}
+        return dict(vars(self))
 
     @classmethod
     def from_json(cls, value: Json) -> DevicePlace:
         """Read the `layout` of a peer's entry; anything else raises `RemoteProtocolError`."""
         if not isinstance(value, dict):
             raise RemoteProtocolError("the layout of a region on a GPU is not an object")
-        device, size = value.get("device"), value.get("mapped_size")
+        device, size, memory = value.get("device"), value.get("mapped_size"), value.get("memory")
         if not isinstance(device, str):
             raise RemoteProtocolError("region.device is not a string")
         if type(size) is not int or not 0 < size < 2**63:
             raise RemoteProtocolError("region.mapped_size is not a size")
+        if memory is not None and (type(memory) is not int or not 0 < memory < 2**53):
+            raise RemoteProtocolError("region.memory is not an integer in [1, 2**53)")
         if "tensors" not in value:
             raise RemoteProtocolError("region.tensors is missing")
-        return cls(device, size, value["tensors"])
+        return cls(device, size, memory, value["tensors"])
+
+    @property
+    def identity(self) -> object:
+        """What is equal for the same allocation, and for nothing else."""
+        return object() if self.memory is None else (self.device, self.memory)
 
 
 class DeviceView:

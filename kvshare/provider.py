@@ -23,13 +23,13 @@ import select
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
 from kvshare import fds, mapping, wire
 from kvshare._native import loader, signatures
 from kvshare._native.context import FLASH_ATTN, TYPES, Context, Model
-from kvshare._native.kcmp import is_same_file
 from kvshare.device import DevicePlace
 from kvshare.errors import (
     DescriptorError,
@@ -188,24 +188,25 @@ class Offer:
         """UUIDs of the GPUs that regions lie on, each once; empty if all lie on the host."""
         return list(dict.fromkeys(place.device for place in self._places if place is not None))
 
-    def memory(self) -> Memory:
-        """Return what tells the memory of each region from any other.
-
-        *Ownership*: the caller closes it.
-        """
-        return Memory(self.header.regions, self._fds)
+    def memory(self) -> list[tuple[object, int, int]]:
+        """Return what tells the memory of each region from any other: what it lies in, offset, size."""
+        found: list[tuple[object, int, int]] = []
+        for entry, place in zip(self.header.regions, self._places, strict=True):
+            whole = _inode(self._fds[entry.fd]) if place is None else place.identity
+            found.append((whole, entry.offset, entry.size))
+        return found
 
     def _require_disjoint(self) -> None:
         """Check that no byte is shared twice, whatever descriptors it is shared by."""
-        entries = sorted(self.header.regions, key=lambda entry: entry.offset)
-        for i, entry in enumerate(entries):
-            for other in entries[i + 1 :]:
-                if other.offset >= entry.offset + entry.size:
-                    break
-                if entry.kind == other.kind and _is_one(entry.kind, self._fds[entry.fd], self._fds[other.fd]):
+        places: dict[object, list[tuple[int, int]]] = {}
+        for whole, offset, size in self.memory():
+            places.setdefault(whole, []).append((offset, size))
+        for each in places.values():
+            for (start, size), (next_start, _) in pairwise(sorted(each)):
+                if next_start < start + size:
                     raise RemoteProtocolError("two regions overlap in one memory")
-            if _is_one("memfd", self._fds[entry.fd], self._fds[self.header.ledger.fd]):
-                raise RemoteProtocolError("the ledger lies in the memory of a region")
+        if _inode(self._fds[self.header.ledger.fd]) in places:
+            raise RemoteProtocolError("the ledger lies in the memory of a region")
 
     def native_regions(self) -> Any:
         """Return the regions as the array of structs that an import takes."""
@@ -299,50 +300,9 @@ class Offer:
         return self._mappings
 
 
-class Memory:
-    """What tells the memory of regions from any other, as long as something maps it.
-
-    *Ownership*: owns copies of the descriptors of memory on GPUs, by which it is told, until `close`.
-    """
-
-    def __init__(self, regions: Sequence[wire.RegionEntry], descriptors: Sequence[OwnedFd]) -> None:
-        self._keys: list[tuple[Any, ...]] = []
-        self._copies: list[OwnedFd] = []
-        for entry in regions:
-            fd = descriptors[entry.fd].fileno()
-            if entry.kind == "memfd":
-                self._keys.append((entry.kind, entry.offset, entry.size, *_inode(fd)))
-            else:
-                self._keys.append((entry.kind, entry.offset, entry.size))
-                self._copies.append(OwnedFd(os.dup(fd)))
-
-    def is_same(self, other: Memory) -> bool:
-        """Whether these are the same regions of the same memory."""
-        pairs = zip(self._copies, other._copies, strict=False)
-        return self._keys == other._keys and all(is_same_file(a.fileno(), b.fileno()) for a, b in pairs)
-
-    def close(self) -> None:
-        """Close the copies; idempotent."""
-        for each in self._copies:
-            each.close()
-
-    def __enter__(self) -> Memory:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _inode(fd: int) -> tuple[int, int]:
-    status = os.fstat(fd)
+def _inode(fd: OwnedFd) -> tuple[int, int]:
+    status = os.fstat(fd.fileno())
     return status.st_dev, status.st_ino
-
-
-def _is_one(kind: str, a: OwnedFd, b: OwnedFd) -> bool:
-    """Whether two descriptors are of one memory; that of a GPU has no inode of its own."""
-    if kind == "memfd":
-        return _inode(a.fileno()) == _inode(b.fileno())
-    return is_same_file(a.fileno(), b.fileno())
 
 
 def _place(entry: wire.RegionEntry, fd: int) -> DevicePlace | None:
@@ -462,15 +422,16 @@ class Provider:
         """
         self.offer = offer
         self._lib = model.library.lib
+        self._memory = offer.memory()  # while the context lives, no other memory gets this identity
         params = requested(offer.header.params, offer.layout, overrides)
-        with contextlib.ExitStack() as undo:
-            with importing(offer):
-                self.context = Context.create(model, n_threads=n_threads, **params)
-            undo.callback(self.context.close)
+        with importing(offer):
+            self.context = Context.create(model, n_threads=n_threads, **params)
+        try:
             self._require_semantics(allow_other=allow_other_semantics)
             self._confine()
-            self._memory = offer.memory()  # while the context lives, no other memory is the same
-            undo.pop_all()
+        except BaseException:
+            self.context.close()
+            raise
 
     def _confine(self) -> None:
         lease = self.offer.native_lease()
@@ -498,9 +459,8 @@ class Provider:
         may_differ = {"seq_id"} if all(cache.is_plain for cache in offer.layout.caches) else set()
         if _without(before.params, may_differ) != _without(now.params, may_differ):
             return False
-        with offer.memory() as memory:
-            if not self._memory.is_same(memory):
-                return False
+        if self._memory != offer.memory():
+            return False
         if not offer.n_prefix or offer.seq_id != self.offer.seq_id:
             # not `forget`: that would zero the decoder's memory
             self.context.clear(self.offer.seq_id)
@@ -600,7 +560,6 @@ class Provider:
     def close(self) -> None:
         """Free the context; idempotent. What was filled stays in the decoder's cache."""
         self.context.close()
-        self._memory.close()
 
     def __enter__(self) -> Provider:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import secrets
 import subprocess
 from ctypes import byref, c_char_p, c_int, c_long, c_size_t, c_ulonglong, c_void_p
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from kvshare import fds
 from kvshare._native import cuda
+from kvshare.device import DevicePlace
 
 SOURCE = Path(__file__).with_name("fake_driver.c")
 KINDS = ("handles", "allocations", "ranges", "mappings", "pinned", "contexts", "current", "bytes")
@@ -70,6 +72,11 @@ class Memory:
         lib.cuMemSetAccess(self.address, self.nbytes, byref(access), 1)
         check(lib.cuMemExportToShareableHandle(byref(fd), self._handle, 1, c_ulonglong(0)))
         self.fd = fds.OwnedFd(fd.value)
+        self._number = 1 + secrets.randbelow(2**53 - 1)
+
+    def place(self, tensors: Any = None) -> DevicePlace:
+        """Return what its decoder says of it."""
+        return DevicePlace(self.device.uuid, self.nbytes, self._number, tensors)
 
     def read(self, offset: int = 0, size: int | None = None) -> bytes:
         """Return bytes of it."""

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from kvshare import fds
 from kvshare._native import cuda
 from kvshare._native.cuda import Imported
-from kvshare._native.kcmp import is_same_file
 from kvshare.errors import (
     LibraryError,
     LibraryNotFoundError,
@@ -343,20 +342,3 @@ def test_another_process_with_another_order(
             arguments = [str(fd), str(memory.nbytes), memory.device.uuid, "closed"]
             done = run(library, IMPORT, *arguments, pass_fds=[fd])
             assert done.stdout.strip() == ordinal, done.stderr
-
-
-# -- one descriptor or two ---------------------------------------------------------------------
-
-
-def test_a_descriptor_and_its_copy() -> None:
-    with fds.memfd_create("a", 4096) as a, fds.memfd_create("b", 4096) as b:
-        near, far = socket.socketpair(socket.AF_UNIX)
-        with near, far, fds.OwnedFd(os.dup(a.fileno())) as copy:
-            fds.send_message(near, b"x", [a.fileno()])
-            _, (sent,) = fds.receive_message(far)
-            with sent:
-                for other in (a, copy, sent):
-                    assert is_same_file(a.fileno(), other.fileno())
-        with fds.OwnedFd(os.open(f"/proc/self/fd/{a.fileno()}", os.O_RDWR)) as reopened:
-            assert not is_same_file(a.fileno(), reopened.fileno())
-        assert not is_same_file(a.fileno(), b.fileno())

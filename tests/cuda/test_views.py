@@ -57,7 +57,7 @@ class Gpu:
 
     def entry(self, entry: wire.RegionEntry, **changes: Any) -> wire.RegionEntry:
         """Return the entry of a region on the GPU in place of the host's."""
-        place = DevicePlace(self.memory.device.uuid, self.memory.nbytes, entry.layout).to_json()
+        place = self.memory.place(entry.layout).to_json()
         return dataclasses.replace(entry, kind="cuda-vmm", layout=place | changes)
 
     def header(self, share: FakeShare, **changes: Any) -> wire.ShareHeader:
@@ -173,7 +173,7 @@ def test_regions_of_both_kinds(fake: FakeDriver) -> None:
         fds.memfd_create("copy", size) as copy,
     ):
         memory.write(bytes(size))
-        place = DevicePlace(memory.device.uuid, memory.nbytes, None)
+        place = memory.place()
         mappings = map_regions(layout, [(host, 0), (memory.fd, 0)], [None, place])
         first, second = layer_views(layout, mappings)
         assert isinstance(first.k, np.ndarray)
@@ -214,7 +214,7 @@ def test_a_row_lies_where_the_host_would_have_it(
     rng = np.random.default_rng(1)
     with Memory(size) as memory, fds.memfd_create("host", size) as host:
         memory.write(bytes(size))
-        place = DevicePlace(memory.device.uuid, memory.nbytes, None)
+        place = memory.place()
         mappings = [*map_regions(layout, [(host, 0)]), *map_regions(layout, [(memory.fd, 0)], [place])]
         for here, there in zip(*(layer_views(layout, [each]) for each in mappings), strict=True):
             for near, far in ((here.k, there.k), (here.v, there.v)):
@@ -257,7 +257,7 @@ def test_rows_of_any_cache(
         monkeypatch.setenv("FAKE_CUDA_GRANULARITY", str(granule))
         with Memory(size) as memory, fds.memfd_create("host", size) as host:
             memory.write(bytes(memory.nbytes))
-            place = DevicePlace(memory.device.uuid, memory.nbytes, None)
+            place = memory.place()
             (near,), (far,) = (
                 map_regions(layout, [(host, 0)]),
                 map_regions(layout, [(memory.fd, 0)], [place]),
@@ -363,7 +363,7 @@ def test_a_second_region_that_cannot_be_mapped(
     """The first one's mapping is gone as well."""
     region = RegionLayout(gpu.size, ())
     layout = dataclasses.replace(plain_layout(), regions=(region, region))
-    place = DevicePlace(gpu.memory.device.uuid, gpu.memory.nbytes, None)
+    place = gpu.memory.place()
     before = fake.live()
     monkeypatch.setenv("FAKE_CUDA_FAIL", f"cuMemMap=2@{fake.calls('cuMemMap') + 2}")
     with pytest.raises(NativeError, match="cuMemMap"):
@@ -410,6 +410,8 @@ PLACES = {
     "a device that is a number": {"device": 0, "mapped_size": GRANULE, "tensors": []},
     "a size that is true": {"device": "GPU-0", "mapped_size": True, "tensors": []},
     "a size that is negative": {"device": "GPU-0", "mapped_size": -1, "tensors": []},
+    "a memory of no number": {"device": "GPU-0", "mapped_size": GRANULE, "tensors": [], "memory": 0},
+    "a memory that is a double": {"device": "GPU-0", "mapped_size": GRANULE, "tensors": [], "memory": 1.0},
     "a size that is huge": {"device": "GPU-0", "mapped_size": 1 << 63, "tensors": []},
 }
 
@@ -424,7 +426,8 @@ def test_a_place_that_is_none(place: Any) -> None:
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(),
         lambda each: (
-            st.lists(each) | st.dictionaries(st.sampled_from(["device", "mapped_size", "tensors"]), each)
+            st.lists(each)
+            | st.dictionaries(st.sampled_from(["device", "mapped_size", "tensors", "memory"]), each)
         ),
     )
 )
@@ -436,9 +439,9 @@ def test_any_json_is_a_place_or_an_error(value: Any) -> None:
     assert place.to_json().items() <= value.items()
 
 
-@given(st.text(max_size=40), st.integers(1, 2**63 - 1))
-def test_a_place_comes_back(device: str, size: int) -> None:
-    place = DevicePlace(device, size, [])
+@given(st.text(max_size=40), st.integers(1, 2**63 - 1), st.none() | st.integers(1, 2**53 - 1))
+def test_a_place_comes_back(device: str, size: int, memory: int | None) -> None:
+    place = DevicePlace(device, size, memory, [])
     assert DevicePlace.from_json(json.loads(json.dumps(place.to_json()))) == place
 
 
@@ -463,7 +466,7 @@ def test_a_tensor_outside_of_its_region(fake: FakeDriver, gpu: Gpu) -> None:
     layout = dataclasses.replace(
         layout, regions=(dataclasses.replace(region, tensors=(*region.tensors[:-1], odd)),)
     )
-    place = DevicePlace(gpu.memory.device.uuid, gpu.memory.nbytes, None)
+    place = gpu.memory.place()
     with map_regions(layout, [(gpu.memory.fd, 0)], [place])[0] as mapped:
         with pytest.raises(KvshareError, match="offset"):
             layer_views(layout, [mapped])
@@ -475,37 +478,38 @@ def test_a_tensor_outside_of_its_region(fake: FakeDriver, gpu: Gpu) -> None:
 
 
 def test_a_region_that_is_shared_twice(fake: FakeDriver, gpu: Gpu, share: FakeShare) -> None:
-    """By a copy of its descriptor; two allocations are two, though no inode tells."""
+    """Through two descriptors of one allocation; two allocations are two, though no inode tells."""
     first = gpu.entry(share.header.regions[0])
-    second = dataclasses.replace(first, fd=1)
     ledger = dataclasses.replace(share.header.ledger, fd=2)
     layout = dataclasses.replace(gpu.decoder.layout, regions=gpu.decoder.layout.regions * 2)
-    header = dataclasses.replace(share.header, layout=layout.digest(), regions=(first, second), ledger=ledger)
-    with Memory(gpu.size) as other, fds.OwnedFd(os.dup(gpu.memory.fd.fileno())) as copy:
-        for fd in (copy, other.fd):
+    header = dataclasses.replace(share.header, layout=layout.digest(), ledger=ledger)
+    with Memory(gpu.size) as other:
+        for memory in (gpu.memory, other):
+            place = memory.place(first.layout["tensors"]).to_json()  # type: ignore[index]
+            second = dataclasses.replace(first, fd=1, layout=place)
             near, far = socket.socketpair(socket.AF_UNIX)
             with near, far:
-                sent = [gpu.memory.fd.fileno(), fd.fileno(), share.ledger.fileno()]
-                send_framed(near, wire.encode(header), sent)
-                if fd is copy:
+                sent = [gpu.memory.fd.fileno(), memory.fd.fileno(), share.ledger.fileno()]
+                message = wire.encode(dataclasses.replace(header, regions=(first, second)))
+                send_framed(near, message, sent)
+                if memory is other:
+                    Offer.receive(far).close()
+                else:
                     with pytest.raises(RemoteProtocolError, match="overlap"):
                         Offer.receive(far)
-                else:
-                    Offer.receive(far).close()
 
 
 def test_a_warm_provider_knows_the_memory(fake: FakeDriver, gpu: Gpu, share: FakeShare) -> None:
-    """Sent again it is the same, also behind the first offer's end; another allocation is not."""
-    with gpu.offer(share) as offer:
-        before = offer.memory()
-    with before:
-        with gpu.offer(share) as again, again.memory() as memory:
-            assert before.is_same(memory)
-        with Memory(gpu.size) as other:
-            mine, gpu.memory = gpu.memory, other
-            with gpu.offer(share) as again, again.memory() as memory:
-                assert not before.is_same(memory)
-            gpu.memory = mine
+    """Sent again it is the same; another allocation is not, nor one that does not say which it is."""
+    with gpu.offer(share) as offer, gpu.offer(share) as again, gpu.offer(share, memory=None) as unknown:
+        assert offer.memory() == again.memory()
+        assert offer.memory() != unknown.memory()
+        assert unknown.memory() != unknown.memory()
+    with Memory(gpu.size) as other:
+        mine, gpu.memory = gpu.memory, other
+        with gpu.offer(share) as another:
+            assert offer.memory() != another.memory()
+        gpu.memory = mine
 
 
 def test_a_descriptor_of_the_host(fake: FakeDriver, gpu: Gpu, share: FakeShare) -> None:
