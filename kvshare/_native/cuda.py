@@ -263,9 +263,9 @@ class Driver:
             name=name.value.decode(errors="replace"),
             compute_capability=".".join(str(self._attribute(each, handle)) for each in _COMPUTE_CAPABILITY),
             memory_nbytes=size.value,
-            vmm=bool(self._attribute(_VMM_SUPPORTED, handle)),
-            posix_fd=bool(self._attribute(_POSIX_FD_SUPPORTED, handle)),
-            dma_buf=bool(self._attribute(_DMA_BUF_SUPPORTED, handle)),
+            vmm=self._supports(_VMM_SUPPORTED, handle),
+            posix_fd=self._supports(_POSIX_FD_SUPPORTED, handle),
+            dma_buf=self._supports(_DMA_BUF_SUPPORTED, handle),
         )
 
     def handle(self, ordinal: int) -> int:
@@ -278,6 +278,11 @@ class Driver:
         value = c_int()
         self.lib.cuDeviceGetAttribute(byref(value), attribute, handle)
         return value.value
+
+    def _supports(self, attribute: int, handle: int) -> bool:
+        with contextlib.suppress(NativeError):  # an older driver does not know what it does not support
+            return self._attribute(attribute, handle) != 0
+        return False
 
     def granularity(self, device: Device) -> int:
         """Return what sizes of mappings on a GPU are multiples of, bytes."""

@@ -16,7 +16,7 @@
 //   FAKE_CUDA_GRANULARITY=65536      bytes, a multiple of the page size
 //   FAKE_CUDA_MEMORY=1048576         bytes that this process may create
 //   FAKE_CUDA_VERSION=11020          what cuDriverGetVersion says
-//   FAKE_CUDA_ATTRIBUTES=102=0,124=0 device attributes, by number
+//   FAKE_CUDA_ATTRIBUTES=102=0,124=0 device attributes, by number; -1: unknown
 //   FAKE_CUDA_FAIL=cuMemMap=2,cuMemCreate=999@3   results of calls: of each, or of the third only
 //
 // For tests: fake_cuda_live(WHAT) counts what has not been given back, fake_cuda_reset() forgets all calls and,
@@ -285,6 +285,7 @@ CUresult cuDeviceGetAttribute(int * value, int wanted, CUdevice device) {
     BEGIN();
     REQUIRE(is_device(device), INVALID_DEVICE);
     *value = attribute(wanted);
+    REQUIRE(*value >= 0, INVALID_VALUE);
     return end(SUCCESS);
 }
 
