@@ -29,8 +29,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvshare import fds, wire
-from kvshare._native import loader, signatures
+from kvshare._native import cuda, loader, signatures
 from kvshare._native.context import Context, Model
+from kvshare.device import DevicePlace
 from kvshare.errors import (
     ExpiredError,
     KvshareError,
@@ -276,6 +277,7 @@ class Decoder:
     Attributes:
         context: the context; decode with it as ever.
         layout: what the bytes of its cache are.
+        devices: UUIDs of the GPUs that its cache lies on; empty if all of it lies on the host.
     """
 
     def __init__(
@@ -303,6 +305,7 @@ class Decoder:
         self._semantics = Text(self._lib.llama_kv_share_semantics, context.handle)
         self._caches = canonical_json([cache.to_json() for cache in self.layout.caches]).decode()
         self._tensors = [[tensor.to_json() for tensor in each.tensors] for each in self.layout.regions]
+        self.devices: list[str] = []
         self._templates: dict[tuple[int, bool], wire.ShareTemplate] = {}
         self._descriptors: dict[int, tuple[int, ...]] = {}
         if not forked:  # once, here: what is the same for all shares
@@ -474,41 +477,63 @@ class Decoder:
             raise
 
     def _template(self, seq_id: int, *, strict: bool) -> wire.ShareTemplate:
-        """Return what the shares of a sequence have in common; it changes with adapters only."""
+        """Return what the shares of a sequence have in common; it changes with adapters only, and, on a GPU,
+        when fresh memory takes the place of what was sent."""
         semantics_text, semantics = self._semantics.read()
         template = self._templates.get((seq_id, strict))
-        if template is None or template.semantics != semantics:
-            handle = self.context.handle
-            regions = _array(self._lib.llama_kv_share_regions, signatures.Region, handle, seq_id)
-            if len(regions) + 1 > fds.MAX_FDS:
-                raise NotShareableError(
-                    f"{len(regions)} regions and the ledger exceed the {fds.MAX_FDS} descriptors of a message"
-                )
+        regions = self._entries(seq_id) if template is None or self.devices else template.regions
+        if template is None or template.semantics != semantics or template.regions != regions:
             template = wire.ShareTemplate(
                 layout=self._layout_digest,
                 semantics=semantics,
                 params={
-                    **params(self._lib, handle, seq_id),
+                    **params(self._lib, self.context.handle, seq_id),
                     "abi": self.layout.abi,
                     "byte_order": self.layout.byte_order,
                     "caches": self._caches,
                     "semantics": semantics_text,
                     "strict": int(strict),
                 },
-                regions=tuple(
-                    wire.RegionEntry(
-                        fd=index,
-                        offset=region.offset,
-                        size=region.size,
-                        layout=self._tensors[index],
-                        kind=wire.KINDS[region.kind],
-                    )
-                    for index, region in enumerate(regions)
-                ),
+                regions=regions,
             )
             self._templates[seq_id, strict] = template
-            self._descriptors[seq_id] = tuple(region.fd for region in regions)
         return template
+
+    def _entries(self, seq_id: int) -> tuple[wire.RegionEntry, ...]:
+        """Return what the header says of the regions of a sequence; note their descriptors."""
+        regions = _array(self._lib.llama_kv_share_regions, signatures.Region, self.context.handle, seq_id)
+        if len(regions) + 1 > fds.MAX_FDS:
+            raise NotShareableError(
+                f"{len(regions)} regions and the ledger exceed the {fds.MAX_FDS} descriptors of a message"
+            )
+        self._descriptors[seq_id] = tuple(region.fd for region in regions)
+        return tuple(
+            wire.RegionEntry(
+                fd=index,
+                offset=region.offset,
+                size=region.size,
+                layout=self._tensors[index] if kind == "memfd" else self._place(seq_id, index).to_json(),
+                kind=kind,
+            )
+            for index, region in enumerate(regions)
+            for kind in (wire.KINDS[region.kind],)
+        )
+
+    def _place(self, seq_id: int, index: int) -> DevicePlace:
+        """Return where a region on a GPU lies."""
+        uuid, mapped, memory = signatures.Uuid(), ctypes.c_uint64(), ctypes.c_uint64()
+        self._lib.llama_kv_share_device(
+            self.context.handle,
+            seq_id,
+            index,
+            ctypes.byref(uuid),
+            ctypes.byref(mapped),
+            ctypes.byref(memory),
+        )
+        device = cuda.uuid_text(bytes(uuid))
+        if device not in self.devices:
+            self.devices.append(device)
+        return DevicePlace(device, mapped.value, memory.value % 2**53 or None, self._tensors[index])
 
     def adopt(
         self,

@@ -255,11 +255,9 @@ class Driver:
         self.lib.cuDeviceGetName(name, len(name), handle)
         self.lib.cuDeviceGetUuid_v2(byref(uuid), handle)
         self.lib.cuDeviceTotalMem_v2(byref(size), handle)
-        digits = bytes(uuid).hex()
-        parts = (digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:])
         return Device(
             ordinal=ordinal,
-            uuid=f"GPU-{'-'.join(parts)}",
+            uuid=uuid_text(bytes(uuid)),
             name=name.value.decode(errors="replace"),
             compute_capability=".".join(str(self._attribute(each, handle)) for each in _COMPUTE_CAPABILITY),
             memory_nbytes=size.value,
@@ -482,6 +480,12 @@ class Imported:
             raise LocalProtocolError(
                 f"{size} bytes at {offset} do not lie in a mapping of {self.nbytes} bytes"
             )
+
+
+def uuid_text(uuid: bytes) -> str:
+    """Return 16 bytes as the name of a GPU."""
+    digits = uuid.hex()
+    return "-".join(("GPU", digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
 
 
 def _version(number: int) -> str:

@@ -38,6 +38,7 @@ class Context(ctypes.Structure):
 
 ContextPointer = POINTER(Context)
 Digest = c_uint8 * 32
+Uuid = c_uint8 * 16
 
 
 class Abi(ctypes.Structure):
