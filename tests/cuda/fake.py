@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import secrets
 import subprocess
 from ctypes import byref, c_char_p, c_int, c_long, c_size_t, c_ulonglong, c_void_p
@@ -14,6 +15,7 @@ from kvshare._native import cuda
 from kvshare.device import DevicePlace
 
 SOURCE = Path(__file__).with_name("fake_driver.c")
+BACKEND = Path(__file__).with_name("fake_backend.cpp")
 KINDS = ("handles", "allocations", "ranges", "mappings", "pinned", "contexts", "current", "bytes")
 
 
@@ -25,6 +27,45 @@ def compile_driver(folder: Path) -> Path:
         check=True,
     )
     return library
+
+
+def compile_library(lib_dir: Path, folder: Path) -> Path:
+    """Make a libllama that has a CUDA backend, on the fake driver, of one that was built without.
+
+    Args:
+        lib_dir: of the build; its CMake folder is the one above, and names the source.
+        folder: an empty one, where everything goes, the driver too.
+
+    Returns:
+        `folder`, for `KVSHARE_LIBRARY` and `LD_LIBRARY_PATH`.
+    """
+    cache = (lib_dir.parent / "CMakeCache.txt").read_text(encoding="utf-8")
+    (source,) = re.findall(r"^CMAKE_HOME_DIRECTORY:INTERNAL=(.*)$", cache, re.MULTILINE)
+    ggml = Path(source) / "ggml"
+    compile_driver(folder)
+    for name in ("libllama", "libggml-base", "libggml-cpu"):
+        for file in lib_dir.glob(f"{name}.so*"):
+            (folder / file.name).symlink_to(file.resolve())
+    compiler = ["c++", "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{ggml}/include", f"-I{ggml}/src"]
+    flags = ["-DGGML_SHARED", "-DGGML_BACKEND_SHARED", f"-L{folder}", "-Wl,-rpath,$ORIGIN"]
+    subprocess.run(
+        [
+            *(*compiler, *flags, "-Wall", "-Wextra", "-Werror", BACKEND, "-o", folder / "libggml-cuda.so"),
+            *("-lggml-cpu", "-lggml-base", "-l:libcuda.so.1", "-Wl,-soname,libggml-cuda.so"),
+        ],
+        check=True,
+    )
+    # the registry is compiled for the backends that it has
+    registry = [ggml / "src" / f"ggml-backend-{name}.cpp" for name in ("reg", "dl")]
+    subprocess.run(
+        [
+            *(*compiler, *flags, "-DGGML_BUILD", "-DGGML_USE_CPU", "-DGGML_USE_CUDA", *registry),
+            *("-o", folder / "libggml.so.0", "-lggml-cuda", "-lggml-cpu", "-lggml-base", "-ldl"),
+            "-Wl,-soname,libggml.so.0",
+        ],
+        check=True,
+    )
+    return folder
 
 
 class FakeDriver:

@@ -7,6 +7,7 @@
 //   lies, which every importer takes a copy of;
 // - memory lives as long as a handle, a mapping, or an exported descriptor does, and no longer, whatever happens
 //   to the processes;
+// - what a stream was given is done when it, its context or a copy that waits is synchronised, not before;
 // - sizes are multiples of the granularity, mappings are unmapped whole, ranges are freed when nothing is mapped
 //   there, and access has to be granted; else the call fails with the result that the real one gives.
 //
@@ -17,7 +18,11 @@
 //   FAKE_CUDA_MEMORY=1048576         bytes that this process may create
 //   FAKE_CUDA_VERSION=11020          what cuDriverGetVersion says
 //   FAKE_CUDA_ATTRIBUTES=102=0,124=0 device attributes, by number; -1: unknown
+//   FAKE_CUDA_PEERS=1                the devices can use each other's memory
 //   FAKE_CUDA_FAIL=cuMemMap=2,cuMemCreate=999@3   results of calls: of each, or of the third only
+//
+// It has one kernel, kv_share_copy(table, n) of the patch series. A backend that computes on the host instead of a GPU
+// may do so between fake_cuda_compute(true) and fake_cuda_compute(false): device memory is then the host's as well.
 //
 // For tests: fake_cuda_live(WHAT) counts what has not been given back, fake_cuda_reset() forgets all calls and,
 // after a test that has left something, everything else.
@@ -32,6 +37,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -53,11 +59,12 @@ enum {
     INVALID_HANDLE  = 400,
     NOT_FOUND       = 500,
     ILLEGAL_ADDRESS = 700,
+    LAUNCH_FAILED   = 719,
     NOT_SUPPORTED   = 801,
     UNKNOWN         = 999,
 };
 
-enum { MAX_DEVICES = 8, MAX_OBJECTS = 8192, MAX_STACK = 32, MAX_FUNCTIONS = 64 };
+enum { MAX_DEVICES = 8, MAX_OBJECTS = 8192, MAX_STACK = 32, MAX_FUNCTIONS = 64, MAX_WORK = 4096 };
 
 enum { ATTRIBUTE_MAJOR = 75, ATTRIBUTE_MINOR = 76, ATTRIBUTE_VMM = 102, ATTRIBUTE_POSIX_FD = 103, ATTRIBUTE_DMA_BUF = 124 };
 
@@ -92,6 +99,10 @@ struct mapping { bool used; uintptr_t start; size_t size; uint8_t * shadow; int 
 
 struct pinned { bool used; void * start; };
 
+// work of a stream that is not done yet: n pieces of a table, or one piece
+struct piece { uint64_t dst, src, size; };
+struct work  { const struct piece * table; uint32_t n; struct piece one; };
+
 // what lies in an exported descriptor, beside the memfd
 struct exported { char magic[8]; uint64_t size; int32_t device; int32_t zero; };
 
@@ -109,6 +120,10 @@ static struct handle     handles[MAX_OBJECTS];
 static struct range      ranges[MAX_OBJECTS];
 static struct mapping    mappings[MAX_OBJECTS];
 static struct pinned     pinned[MAX_OBJECTS];
+
+static struct work       work[MAX_WORK];
+static int               n_work;
+static int               n_computing;
 
 static __thread CUcontext stack[MAX_STACK];
 static __thread int       n_stack;
@@ -259,6 +274,34 @@ CUresult cuDeviceGetName(char * name, int size, CUdevice device) {
     return end(SUCCESS);
 }
 
+CUresult cuDeviceGetPCIBusId(char * id, int size, CUdevice device) {
+    BEGIN();
+    REQUIRE(is_device(device), INVALID_DEVICE);
+    REQUIRE(size >= 13, INVALID_VALUE);
+    snprintf(id, (size_t) size, "0000:%02X:00.0", 0x1a + visible[device]);
+    return end(SUCCESS);
+}
+
+CUresult cuDeviceGetByPCIBusId(CUdevice * device, const char * id) {
+    BEGIN();
+    for (int i = 0; i < n_visible; i++) {
+        char found[16];
+        snprintf(found, sizeof(found), "0000:%02x:00.0", 0x1a + visible[i]);
+        if (strcasecmp(id, found) == 0) {
+            *device = i;
+            return end(SUCCESS);
+        }
+    }
+    return end(INVALID_DEVICE);
+}
+
+CUresult cuDeviceCanAccessPeer(int * can_access, CUdevice device, CUdevice peer) {
+    BEGIN();
+    REQUIRE(is_device(device) && is_device(peer), INVALID_DEVICE);
+    *can_access = device != peer && number("FAKE_CUDA_PEERS", 0);
+    return end(SUCCESS);
+}
+
 CUresult cuDeviceGetUuid_v2(unsigned char * uuid, CUdevice device) {
     BEGIN();
     REQUIRE(is_device(device), INVALID_DEVICE);
@@ -352,9 +395,30 @@ CUresult cuCtxGetCurrent(CUcontext * context) {
     return end(SUCCESS);
 }
 
+static CUresult do_work(void);
+
 CUresult cuCtxSynchronize(void) {
     BEGIN_IN_CONTEXT();
+    return end(do_work());
+}
+
+CUresult cuStreamCreate(void ** stream, unsigned flags) {
+    BEGIN_IN_CONTEXT();
+    REQUIRE(flags <= 1, INVALID_VALUE);
+    *stream = stack[n_stack - 1]; // one a device is enough
     return end(SUCCESS);
+}
+
+CUresult cuStreamDestroy_v2(void * stream) {
+    BEGIN_IN_CONTEXT();
+    REQUIRE(stream, INVALID_HANDLE);
+    return end(do_work());
+}
+
+CUresult cuStreamSynchronize(void * stream) {
+    BEGIN_IN_CONTEXT();
+    (void) stream;
+    return end(do_work());
 }
 
 // -- virtual memory --------------------------------------------------------------------------
@@ -441,6 +505,19 @@ CUresult cuMemRelease(CUhandle handle) {
     return end(SUCCESS);
 }
 
+CUresult cuMemGetAllocationPropertiesFromHandle(CUprop * prop, CUhandle handle) {
+    BEGIN();
+    struct handle * each = handle_of(handle);
+    REQUIRE(each, INVALID_VALUE);
+    *prop = (CUprop) { .type = 1, .handle_types = allocations[each->allocation].exportable, .location = { 1, -1 } };
+    for (int i = 0; i < n_visible; i++) {
+        if (visible[i] == allocations[each->allocation].device) {
+            prop->location.id = i;
+        }
+    }
+    return end(SUCCESS);
+}
+
 CUresult cuMemExportToShareableHandle(void * shareable, CUhandle handle, int type, unsigned long long flags) {
     BEGIN();
     struct handle * each = handle_of(handle);
@@ -460,7 +537,7 @@ CUresult cuMemExportToShareableHandle(void * shareable, CUhandle handle, int typ
     memcpy(CMSG_DATA(head), &what->memfd, sizeof(int));
 
     int sockets[2];
-    REQUIRE(!socketpair(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0, sockets), OUT_OF_MEMORY);
+    REQUIRE(!socketpair(AF_UNIX, SOCK_DGRAM, 0, sockets), OUT_OF_MEMORY); // not close-on-exec
     const bool sent = sendmsg(sockets[0], &message, MSG_NOSIGNAL) == sizeof(content);
     close(sockets[0]);
     REQUIRE(sent || close(sockets[1]), UNKNOWN);
@@ -551,6 +628,17 @@ CUresult cuMemMap(CUdeviceptr start, size_t size, size_t offset, CUhandle handle
     return end(SUCCESS);
 }
 
+enum { READ = 1, READ_WRITE = 3 };
+
+static void set_host_access(struct mapping * each, bool on) {
+    void * start = (void *) each->start;
+    if (on && each->access == READ_WRITE) {
+        mmap(start, each->size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, allocations[each->allocation].memfd, 0);
+    } else if (!on) {
+        mmap(start, each->size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    }
+}
+
 // the mappings in a range have to fill it, and lie in it
 static bool is_whole(uintptr_t start, size_t size) {
     size_t found = 0;
@@ -570,6 +658,7 @@ CUresult cuMemUnmap(CUdeviceptr start, size_t size) {
     REQUIRE(is_whole(start, size), INVALID_VALUE);
     for (int i = 0; i < MAX_OBJECTS; i++) {
         if (overlaps(&mappings[i], start, size)) {
+            set_host_access(&mappings[i], false);
             munmap(mappings[i].shadow, mappings[i].size);
             mappings[i].used = false;
             allocations[mappings[i].allocation].n_mappings--;
@@ -587,8 +676,8 @@ CUresult cuMemSetAccess(CUdeviceptr start, size_t size, const CUaccess * accesse
         REQUIRE(accesses[k].flags == 0 || accesses[k].flags == 1 || accesses[k].flags == 3, INVALID_VALUE);
         for (int i = 0; i < MAX_OBJECTS; i++) {
             if (overlaps(&mappings[i], start, size)) {
-                // the fake GPUs are not connected
-                REQUIRE(allocations[mappings[i].allocation].device == visible[accesses[k].location.id], INVALID_DEVICE);
+                const bool is_own = allocations[mappings[i].allocation].device == visible[accesses[k].location.id];
+                REQUIRE(is_own || number("FAKE_CUDA_PEERS", 0), INVALID_DEVICE);
                 mappings[i].access = accesses[k].flags;
             }
         }
@@ -612,8 +701,6 @@ CUresult cuMemGetHandleForAddressRange(void * handle, CUdeviceptr start, size_t 
 }
 
 // -- copies ----------------------------------------------------------------------------------
-
-enum { READ = 1, READ_WRITE = 3 };
 
 // where the bytes at a device address are, and how many of them
 static uint8_t * bytes_at(CUdeviceptr start, int access, size_t * n) {
@@ -664,6 +751,127 @@ static CUresult to_device(CUdeviceptr to, const uint8_t * from, size_t size) {
     return SUCCESS;
 }
 
+static bool is_on_device(uint64_t address) {
+    for (int i = 0; i < MAX_OBJECTS; i++) {
+        if (ranges[i].used && ranges[i].start <= address && address < ranges[i].start + ranges[i].size) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static CUresult copy_piece(const struct piece * piece) {
+    const bool from_device = is_on_device(piece->src), into_device = is_on_device(piece->dst);
+    if (!from_device && !into_device) {
+        memcpy((void *) (uintptr_t) piece->dst, (const void *) (uintptr_t) piece->src, piece->size);
+        return SUCCESS;
+    }
+    if (!into_device) {
+        return to_host((uint8_t *) (uintptr_t) piece->dst, piece->src, piece->size);
+    }
+    if (!from_device) {
+        return to_device(piece->dst, (const uint8_t *) (uintptr_t) piece->src, piece->size);
+    }
+    uint8_t * bytes = malloc(piece->size ? piece->size : 1);
+    if (!bytes) {
+        return OUT_OF_MEMORY;
+    }
+    CUresult result = to_host(bytes, piece->src, piece->size);
+    result = result ? result : to_device(piece->dst, bytes, piece->size);
+    free(bytes);
+    return result;
+}
+
+// do what streams were given; the tables are read now, as a kernel would
+static CUresult do_work(void) {
+    CUresult result = SUCCESS;
+    for (int i = 0; i < n_work && !result; i++) {
+        for (uint32_t k = 0; k < work[i].n && !result; k++) {
+            result = copy_piece(work[i].table ? &work[i].table[k] : &work[i].one);
+        }
+    }
+    n_work = 0;
+    return result;
+}
+
+static CUresult give_work(const struct piece * table, uint32_t n, struct piece one) {
+    if (n_work == MAX_WORK) {
+        const CUresult result = do_work();
+        if (result) {
+            return result;
+        }
+    }
+    work[n_work++] = (struct work) { table, n, one };
+    return SUCCESS;
+}
+
+CUresult cuModuleLoadData(void ** module, const void * image) {
+    BEGIN_IN_CONTEXT();
+    REQUIRE(image && strstr(image, ".version") && strstr(image, "kv_share_copy"), INVALID_VALUE);
+    *module = (void *) &work;
+    return end(SUCCESS);
+}
+
+CUresult cuModuleUnload(void * module) {
+    BEGIN_IN_CONTEXT();
+    REQUIRE(module == &work, INVALID_HANDLE);
+    return end(SUCCESS);
+}
+
+CUresult cuModuleGetFunction(void ** function, void * module, const char * name) {
+    BEGIN_IN_CONTEXT();
+    REQUIRE(module == &work, INVALID_HANDLE);
+    REQUIRE(strcmp(name, "kv_share_copy") == 0, NOT_FOUND);
+    *function = module;
+    return end(SUCCESS);
+}
+
+CUresult cuLaunchKernel(void * function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+        unsigned block_z, unsigned shared, void * stream, void ** params, void ** extra) {
+    BEGIN_IN_CONTEXT();
+    (void) stream;
+    REQUIRE(function == &work, INVALID_HANDLE);
+    REQUIRE(grid_x && grid_y == 1 && grid_z == 1 && block_x && block_x <= 1024 && block_y == 1 && block_z == 1, INVALID_VALUE);
+    REQUIRE(!shared && params && !extra, INVALID_VALUE);
+    const struct piece * table = (const struct piece *) (uintptr_t) *(const uint64_t *) params[0];
+    const uint32_t       n     = *(const uint32_t *) params[1];
+    const uint32_t       warps = grid_x*block_x/32; // a warp a piece: what has none is not copied
+    return end(give_work(table, n < warps ? n : warps, (struct piece) { 0, 0, 0 }));
+}
+
+// copies that a stream is given; those from and to memory of the host that is not pinned wait, as in the real one
+static CUresult copy_async(uint64_t to, uint64_t from, size_t size, bool waits) {
+    CUresult result = give_work(NULL, 1, (struct piece) { to, from, size });
+    return result || !waits ? result : do_work();
+}
+
+static bool is_pinned(const void * start) {
+    for (int i = 0; i < MAX_OBJECTS; i++) {
+        if (pinned[i].used && pinned[i].start == start) {
+            return true;
+        }
+    }
+    return false;
+}
+
+CUresult cuMemcpyDtoHAsync_v2(void * to, CUdeviceptr from, size_t size, void * stream) {
+    BEGIN_IN_CONTEXT();
+    (void) stream;
+    return end(copy_async((uintptr_t) to, from, size, !is_pinned(to)));
+}
+
+CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void * from, size_t size, void * stream) {
+    BEGIN_IN_CONTEXT();
+    (void) stream;
+    return end(copy_async(to, (uintptr_t) from, size, !is_pinned(from)));
+}
+
+CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t size, void * stream) {
+    BEGIN_IN_CONTEXT();
+    (void) stream;
+    return end(copy_async(to, from, size, false));
+}
+
 CUresult cuMemsetD8_v2(CUdeviceptr start, unsigned char value, size_t size) {
     BEGIN_IN_CONTEXT();
     REQUIRE(is_accessible(start, size, READ_WRITE), ILLEGAL_ADDRESS);
@@ -677,22 +885,20 @@ CUresult cuMemsetD8_v2(CUdeviceptr start, unsigned char value, size_t size) {
 
 CUresult cuMemcpyDtoH_v2(void * to, CUdeviceptr from, size_t size) {
     BEGIN_IN_CONTEXT();
-    return end(to_host(to, from, size));
+    REQUIRE(is_accessible(from, size, READ), ILLEGAL_ADDRESS);
+    return end(copy_async((uintptr_t) to, from, size, true));
 }
 
 CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void * from, size_t size) {
     BEGIN_IN_CONTEXT();
-    return end(to_device(to, from, size));
+    REQUIRE(is_accessible(to, size, READ_WRITE), ILLEGAL_ADDRESS);
+    return end(copy_async(to, (uintptr_t) from, size, true));
 }
 
 CUresult cuMemcpyDtoD_v2(CUdeviceptr to, CUdeviceptr from, size_t size) {
     BEGIN_IN_CONTEXT();
-    uint8_t * bytes = malloc(size ? size : 1);
-    REQUIRE(bytes, OUT_OF_MEMORY);
-    CUresult result = to_host(bytes, from, size);
-    result = result ? result : to_device(to, bytes, size);
-    free(bytes);
-    return end(result);
+    REQUIRE(is_accessible(from, size, READ) && is_accessible(to, size, READ_WRITE), ILLEGAL_ADDRESS);
+    return end(copy_async(to, from, size, true));
 }
 
 CUresult cuMemcpy2D_v2(const CUcopy2d * copy) {
@@ -746,6 +952,7 @@ static const struct { int result; const char * name, * text; } RESULTS[] = {
     { INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context" },
     { INVALID_HANDLE,  "CUDA_ERROR_INVALID_HANDLE",  "invalid resource handle" },
     { NOT_FOUND,       "CUDA_ERROR_NOT_FOUND",       "named symbol not found" },
+    { LAUNCH_FAILED,   "CUDA_ERROR_LAUNCH_FAILED",   "unspecified launch failure" },
     { ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered" },
     { NOT_SUPPORTED,   "CUDA_ERROR_NOT_SUPPORTED",   "operation not supported" },
     { UNKNOWN,         "CUDA_ERROR_UNKNOWN",         "unknown error" },
@@ -763,6 +970,22 @@ static CUresult describe(int result, const char ** text, bool name) {
 
 CUresult cuGetErrorName(CUresult result, const char ** name)   { return describe(result, name, true); }
 CUresult cuGetErrorString(CUresult result, const char ** text) { return describe(result, text, false); }
+
+// -- a backend that computes on the host ------------------------------------------------------
+
+// may be nested; what is mapped meanwhile is seen from the next time on
+void fake_cuda_compute(bool on) {
+    pthread_mutex_lock(&lock);
+    n_computing += on ? 1 : -1;
+    if (n_computing == (on ? 1 : 0)) {
+        for (int i = 0; i < MAX_OBJECTS; i++) {
+            if (mappings[i].used) {
+                set_host_access(&mappings[i], on);
+            }
+        }
+    }
+    pthread_mutex_unlock(&lock);
+}
 
 // -- for tests -------------------------------------------------------------------------------
 
@@ -812,6 +1035,7 @@ void fake_cuda_reset(void) {
     memset(pinned, 0, sizeof(pinned));
     memset(contexts, 0, sizeof(contexts));
     memset(calls, 0, sizeof(calls));
+    n_work = 0;
     n_created = 0;
     n_stack   = 0;
     is_ready  = false;
