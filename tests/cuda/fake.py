@@ -47,24 +47,17 @@ def compile_library(lib_dir: Path, folder: Path) -> Path:
         for file in lib_dir.glob(f"{name}.so*"):
             (folder / file.name).symlink_to(file.resolve())
     compiler = ["c++", "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{ggml}/include", f"-I{ggml}/src"]
-    flags = ["-DGGML_SHARED", "-DGGML_BACKEND_SHARED", f"-L{folder}", "-Wl,-rpath,$ORIGIN"]
-    subprocess.run(
-        [
-            *(*compiler, *flags, "-Wall", "-Wextra", "-Werror", BACKEND, "-o", folder / "libggml-cuda.so"),
-            *("-lggml-cpu", "-lggml-base", "-l:libcuda.so.1", "-Wl,-soname,libggml-cuda.so"),
-        ],
-        check=True,
-    )
+    compiler += ["-DGGML_SHARED", "-DGGML_BACKEND_SHARED", f"-L{folder}", "-Wl,-rpath,$ORIGIN"]
+
+    def link(name: str, *arguments: str) -> None:
+        subprocess.run([*compiler, *arguments, f"-Wl,-soname,{name}", "-o", str(folder / name)], check=True)
+
+    libraries = ("-lggml-cpu", "-lggml-base", "-l:libcuda.so.1", "-ldl")
+    link("libggml-cuda.so", "-Wall", "-Wextra", "-Werror", str(BACKEND), *libraries)
     # the registry is compiled for the backends that it has
-    registry = [ggml / "src" / f"ggml-backend-{name}.cpp" for name in ("reg", "dl")]
-    subprocess.run(
-        [
-            *(*compiler, *flags, "-DGGML_BUILD", "-DGGML_USE_CPU", "-DGGML_USE_CUDA", *registry),
-            *("-o", folder / "libggml.so.0", "-lggml-cuda", "-lggml-cpu", "-lggml-base", "-ldl"),
-            "-Wl,-soname,libggml.so.0",
-        ],
-        check=True,
-    )
+    registry = [str(ggml / "src" / f"ggml-backend-{name}.cpp") for name in ("reg", "dl")]
+    backends = ("-DGGML_BUILD", "-DGGML_USE_CPU", "-DGGML_USE_CUDA")
+    link("libggml.so.0", *backends, *registry, "-lggml-cuda", *libraries)
     return folder
 
 
