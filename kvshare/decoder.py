@@ -64,7 +64,8 @@ _SEEN = {LedgerState.FILLING: ShareState.FILLING, LedgerState.COMPLETE: ShareSta
 def exporting() -> Iterator[None]:
     """Build contexts whose cache can be shared: those that this thread creates inside the block.
 
-    The caches live in sealed memfds instead of anonymous memory; nothing else about them differs.
+    The caches live in sealed memfds instead of anonymous memory, and on a GPU in memory that can be exported
+    as well; nothing else about them differs.
     For programs that build their contexts themselves, such as `llama_cpp.Llama`.
 
     Raises:
@@ -534,6 +535,24 @@ class Decoder:
         if device not in self.devices:
             self.devices.append(device)
         return DevicePlace(device, mapped.value, memory.value % 2**53 or None, self._tensors[index])
+
+    def dma_buf(self, seq_id: int = 0, region: int = 0) -> fds.OwnedFd:
+        """Return the memory of a region on a GPU as a dma-buf, for a driver of something else.
+
+        A network card, for example; providers do not need one. When a share that was sent ends without
+        adoption, fresh memory takes the place of the region: the dma-buf is that of the old one.
+
+        Args:
+            seq_id: the sequence.
+            region: which of the regions of its shares.
+
+        Raises:
+            NotShareableError: the CUDA driver makes no dma-bufs.
+            NativeError: there is no such region, it lies on the host, or the CUDA driver refuses.
+
+        *Ownership*: the caller closes it; the memory lives at least as long.
+        """
+        return fds.OwnedFd(self._lib.llama_kv_share_dma_buf(self.context.handle, seq_id, region))
 
     def adopt(
         self,

@@ -152,6 +152,8 @@ FUNCTIONS: dict[str, Function] = {
         [ContextPointer, c_int32, c_uint32, POINTER(Uuid), POINTER(c_uint64), POINTER(c_uint64)],
         errcheck.status,
     ),
+    # int32_t llama_kv_share_dma_buf(struct llama_context * ctx, llama_seq_id seq_id, uint32_t i_region);
+    "llama_kv_share_dma_buf": Function(c_int32, [ContextPointer, c_int32, c_uint32], errcheck.status),
     # int64_t llama_kv_share_layout(
     #     struct llama_context * ctx, llama_seq_id seq_id, char * text, size_t size, uint8_t digest[32]);
     "llama_kv_share_layout": Function(

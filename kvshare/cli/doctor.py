@@ -67,7 +67,7 @@ def register(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run `kvshare doctor`."""
     checks, library, status = _checks(args.library)
-    gpu, seen = _gpu()
+    gpu, seen = _gpu(library)
     checks += seen
     ok = all(check.ok for check in checks)
     if args.json:
@@ -165,8 +165,12 @@ def _library(path: str | None) -> tuple[dict[str, Any] | None, list[Check], int]
     return facts, checks, KvshareError.exit_code
 
 
-def _gpu() -> tuple[dict[str, Any], list[Check]]:
-    """Return the facts of the GPUs, and a line for each; none of it is a problem of the host."""
+def _gpu(library: dict[str, Any] | None) -> tuple[dict[str, Any], list[Check]]:
+    """Return the facts of the GPUs, and a line for each; none of it is a problem of the host.
+
+    Args:
+        library: the facts of the library, which may have been built without CUDA; None if there is none.
+    """
     from kvshare._native import cuda
 
     facts: dict[str, Any] = {
@@ -184,6 +188,9 @@ def _gpu() -> tuple[dict[str, Any], list[Check]]:
     facts |= {"cuda": driver.version, "devices": [asdict(device) for device in devices]}
     module = f", kernel module {facts['kernel_module']}" if facts["kernel_module"] else ""
     checks = [Check("cuda driver", True, f"CUDA {driver.version}{module}")]
+    if library and not any(name.startswith("CUDA") for name in library["backends"]):
+        found = "not in this library; for caches on a GPU: kvshare build --cmake-arg=-DGGML_CUDA=ON"
+        checks.append(Check("cuda backend", True, found))
     for device in devices:
         support = {"VMM": device.vmm, "descriptors": device.posix_fd, "dma-buf": device.dma_buf}
         named = ", ".join(name if there else f"no {name}" for name, there in support.items())

@@ -86,10 +86,19 @@ def test_a_driver_of_no_use_is_information(library: Path, environment: dict[str,
 
 def test_no_driver_is_information(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "LIBRARY", "libcuda-that-nobody-has.so.1")
-    gpu, (check,) = doctor._gpu()
+    gpu, (check,) = doctor._gpu(None)
     assert check.ok
     assert check.found.startswith("there is no CUDA driver")
     assert gpu["error"] == check.found
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("backends", [["CPU (some)"], ["CUDA0 (Fake GPU)", "CPU (some)"]])
+def test_a_library_without_cuda(backends: list[str]) -> None:
+    _, checks = doctor._gpu({"backends": backends})
+    said = [check.found for check in checks if check.name == "cuda backend"]
+    assert len(said) == (len(backends) == 1)
+    assert all("kvshare build --cmake-arg=-DGGML_CUDA=ON" in each for each in said)
 
 
 def test_the_table(library: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import os
 import socket
 import sys
 import time
@@ -144,6 +145,35 @@ def refused(model: Path, params: dict[str, Any]) -> Any:
     return {}
 
 
+def dma_buf(model: Path, n: int, params: dict[str, Any]) -> Any:
+    """The memory as a dma-buf has what the views have; beside it, what cannot be had."""
+    errors = []
+    near, far = socket.socketpair(socket.AF_UNIX)
+    with near, far, Model.open(model, n_gpu_layers=2) as opened, Decoder.open(opened, **params) as decoder:
+        decoder.context.decode(random_tokens(opened, n), position=0, seq_id=1)
+        with decoder.share(n_tokens=n) as share:
+            share.send(near)
+            kinds = [entry.kind for entry in share.header.regions]
+            with Offer.receive(far) as offer:
+                on_gpu = kinds.index("cuda-vmm")
+                (layer,) = (each for each in offer.views() if isinstance(each.k, DeviceView))
+                (place,) = (
+                    each
+                    for each in offer.layout.regions[on_gpu].tensors
+                    if each.name == f"cache_k_l{layer.il}"
+                )
+                with decoder.dma_buf(0, on_gpu) as fd:
+                    found = os.pread(fd.fileno(), place.nbytes, place.offset)
+                same = found == layer.k.read(0, layer.k.shape[0]).tobytes()
+                del layer
+            for region in (1 - on_gpu, 2):
+                try:
+                    decoder.dma_buf(0, region).close()
+                except KvshareError as error:
+                    errors.append(type(error).__name__)
+    return {"same": same, "errors": errors, "some": any(found)}
+
+
 def elsewhere(model: Path, n: int, params: dict[str, Any], environment: dict[str, str]) -> Any:
     """A provider with an environment of its own."""
     with (
@@ -160,7 +190,7 @@ def elsewhere(model: Path, n: int, params: dict[str, Any], environment: dict[str
 
 
 CASES: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (whole, views, warm, killed, refused, elsewhere)
+    function.__name__: function for function in (whole, views, warm, killed, refused, elsewhere, dma_buf)
 }
 
 

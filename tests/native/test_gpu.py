@@ -143,6 +143,13 @@ def test_a_provider_that_does_not_see_the_gpu(gpu_library: Path, tiny_path: Path
     assert "CUDA_VISIBLE_DEVICES" in found["answer"]["message"]
 
 
+def test_a_dma_buf(gpu_library: Path, tiny_path: Path) -> None:
+    params = PARAMS | {"n_seq_max": 2, "kv_unified": True}
+    found = run(gpu_library, "dma_buf", {"model": tiny_path, "n": 100, "params": params})
+    assert (found["same"], found["some"]) == (True, True)
+    assert len(found["errors"]) == 2
+
+
 def test_a_backend_without_the_series(gpu_library: Path, tiny_path: Path) -> None:
     """Its memory is refused, with how to get one that is not; nothing is copied instead."""
     found = run(gpu_library, "refused", {"model": tiny_path, "params": PARAMS}, FAKE_CUDA_BACKEND="stock")
