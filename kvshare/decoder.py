@@ -478,12 +478,13 @@ class Decoder:
             raise
 
     def _template(self, seq_id: int, *, strict: bool) -> wire.ShareTemplate:
-        """Return what the shares of a sequence have in common; it changes with adapters only, and, on a GPU,
-        when fresh memory takes the place of what was sent."""
+        """Return what the shares of a sequence have in common.
+
+        It changes with adapters, and, on a GPU, when fresh memory takes the place of what was sent.
+        """
         semantics_text, semantics = self._semantics.read()
         template = self._templates.get((seq_id, strict))
-        regions = self._entries(seq_id) if template is None or self.devices else template.regions
-        if template is None or template.semantics != semantics or template.regions != regions:
+        if template is None or template.semantics != semantics or self._is_moved(template, seq_id):
             template = wire.ShareTemplate(
                 layout=self._layout_digest,
                 semantics=semantics,
@@ -495,7 +496,7 @@ class Decoder:
                     "semantics": semantics_text,
                     "strict": int(strict),
                 },
-                regions=regions,
+                regions=self._entries(seq_id),
             )
             self._templates[seq_id, strict] = template
         return template
@@ -522,19 +523,28 @@ class Decoder:
 
     def _place(self, seq_id: int, index: int) -> DevicePlace:
         """Return where a region on a GPU lies."""
-        uuid, mapped, memory = signatures.Uuid(), ctypes.c_uint64(), ctypes.c_uint64()
-        self._lib.llama_kv_share_device(
-            self.context.handle,
-            seq_id,
-            index,
-            ctypes.byref(uuid),
-            ctypes.byref(mapped),
-            ctypes.byref(memory),
-        )
+        uuid, mapped = signatures.Uuid(), ctypes.c_uint64()
+        memory = self._memory(seq_id, index, ctypes.byref(uuid), ctypes.byref(mapped))
         device = cuda.uuid_text(bytes(uuid))
         if device not in self.devices:
             self.devices.append(device)
-        return DevicePlace(device, mapped.value, memory.value % 2**53 or None, self._tensors[index])
+        return DevicePlace(device, mapped.value, memory, self._tensors[index])
+
+    def _memory(self, seq_id: int, index: int, uuid: Any = None, mapped: Any = None) -> int | None:
+        """Return the number that a region's allocation on a GPU has; ask for the rest as well, if wanted."""
+        memory = ctypes.c_uint64()
+        handle = self.context.handle
+        self._lib.llama_kv_share_device(handle, seq_id, index, uuid, mapped, ctypes.byref(memory))
+        return memory.value % 2**53 or None
+
+    def _is_moved(self, template: wire.ShareTemplate, seq_id: int) -> bool:
+        """Whether a region on a GPU has another allocation than the template says."""
+        if not self.devices:
+            return False
+        return any(
+            isinstance(entry.layout, dict) and entry.layout["memory"] != self._memory(seq_id, index)
+            for index, entry in enumerate(template.regions)
+        )
 
     def dma_buf(self, seq_id: int = 0, region: int = 0) -> fds.OwnedFd:
         """Return the memory of a region on a GPU as a dma-buf, for a driver of something else.

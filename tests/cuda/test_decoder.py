@@ -20,7 +20,6 @@ class Library:
 
     def __init__(self) -> None:
         self.memory = (1 << 60) + 5
-        self.n_asked = 0
 
     def llama_kv_share_regions(self, _context: Any, _seq_id: int, regions: Any, n_max: int) -> int:
         assert n_max >= 2
@@ -33,9 +32,10 @@ class Library:
         self, _context: Any, _seq_id: int, i_region: int, uuid: Any, mapped: Any, memory: Any
     ) -> int:
         assert i_region == 1
-        ctypes.memmove(uuid, UUID, 16)
-        mapped._obj.value, memory._obj.value = 65536, self.memory
-        self.n_asked += 1
+        memory._obj.value = self.memory
+        if uuid is not None:
+            ctypes.memmove(uuid, UUID, 16)
+            mapped._obj.value = 65536
         return 0
 
     def llama_kv_share_params(self, _context: Any, _seq_id: int, _params: Any) -> int:
