@@ -174,6 +174,46 @@ def dma_buf(model: Path, n: int, params: dict[str, Any]) -> Any:
     return {"same": same, "errors": errors, "some": any(found)}
 
 
+def planted(model: Path, function: str, params: dict[str, Any]) -> Any:
+    """Each call of a function of the driver fails once, in a life of a decoder and its provider.
+
+    What it costs is an error of ours and what was under way; afterwards all is as before.
+    """
+    driver = FakeDriver(Path(cuda.LIBRARY))
+    with Model.open(model, n_gpu_layers=-1) as opened:
+        tokens = random_tokens(opened, 44)
+
+        def life() -> list[bytes]:
+            near, far = socket.socketpair(socket.AF_UNIX)
+            with near, far, Decoder.open(opened, **params) as decoder, WarmProvider(opened) as provider:
+                for adopts in (False, True):
+                    with decoder.share(n_tokens=40) as share:
+                        share.send(near)
+                        with Offer.receive(far) as offer:
+                            provider.fill(offer, tokens[:40], begun=lambda _: None, progress=lambda _: None)
+                        if adopts:
+                            decoder.adopt(share, tokens[:40])
+                return [row.tobytes() for row in decode_each(decoder.context, tokens[40:], position=40)]
+
+        wanted, before = life(), driver.live()
+        n_before = driver.calls(function)
+        assert life() == wanted
+        n_calls = driver.calls(function) - n_before
+        outcomes: dict[str, int] = {}
+        for nth in range(1, n_calls + 1):
+            os.environ["FAKE_CUDA_FAIL"] = f"{function}=2@{driver.calls(function) + nth}"
+            try:
+                outcome = "right" if life() == wanted else "wrong"
+            except KvshareError as error:
+                outcome = type(error).__name__
+            del os.environ["FAKE_CUDA_FAIL"]
+            outcomes[outcome] = outcomes.get(outcome, 0) + 1
+            gc.collect()
+            assert driver.live() == before, (nth, driver.live(), before)
+            assert life() == wanted, nth
+    return {"n_calls": n_calls, "outcomes": outcomes}
+
+
 def elsewhere(model: Path, n: int, params: dict[str, Any], environment: dict[str, str]) -> Any:
     """A provider with an environment of its own."""
     with (
@@ -190,7 +230,8 @@ def elsewhere(model: Path, n: int, params: dict[str, Any], environment: dict[str
 
 
 CASES: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (whole, views, warm, killed, refused, elsewhere, dma_buf)
+    function.__name__: function
+    for function in (whole, views, warm, killed, refused, elsewhere, dma_buf, planted)
 }
 
 

@@ -150,6 +150,62 @@ def test_a_dma_buf(gpu_library: Path, tiny_path: Path) -> None:
     assert len(found["errors"]) == 2
 
 
+STAYS_MAPPED = pytest.mark.xfail(
+    reason="~llama_kv_share_buffer: where the device cannot be waited for, as after a kernel's fault, the memory"
+    " stays mapped until the process ends"
+)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "cuMemCreate",
+        "cuMemExportToShareableHandle",
+        "cuMemImportFromShareableHandle",
+        "cuMemGetAllocationPropertiesFromHandle",
+        "cuMemAddressReserve",
+        "cuMemMap",
+        "cuMemSetAccess",
+        "cuMemsetD8_v2",
+        "cuLaunchKernel",
+        "cuStreamSynchronize",
+        pytest.param("cuCtxSynchronize", marks=STAYS_MAPPED),
+        pytest.param("cuCtxPushCurrent_v2", marks=STAYS_MAPPED),
+    ],
+)
+def test_a_call_of_the_driver_that_fails(gpu_library: Path, tiny_path: Path, function: str) -> None:
+    """Wherever it is: no crash, nothing wrong that passes for right, nothing left behind."""
+    params = PARAMS | {"n_ctx": 256}
+    found = run(gpu_library, "planted", {"model": tiny_path, "function": function, "params": params})
+    assert found["n_calls"] > 0
+    assert "wrong" not in found["outcomes"]
+    assert sum(found["outcomes"].values()) == found["n_calls"]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "cuInit",
+        "cuDeviceGetByPCIBusId",
+        "cuDeviceGetUuid_v2",
+        "cuDevicePrimaryCtxRetain",
+        "cuStreamCreate",
+        "cuModuleLoadData",
+        "cuModuleGetFunction",
+        "cuMemHostAlloc",
+        "cuMemGetAllocationGranularity",
+    ],
+)
+def test_a_device_that_does_not_start(gpu_library: Path, tiny_path: Path, function: str) -> None:
+    """The first call of the series in this process; a libllama without a cache on a GPU does not need it."""
+    nth = 2 if function == "cuInit" else 1  # the backend starts the driver first
+    found = run(
+        gpu_library, "refused", {"model": tiny_path, "params": PARAMS}, FAKE_CUDA_FAIL=f"{function}=2@{nth}"
+    )
+    assert found["type"] in ("NotShareableError", "NativeError")
+    assert "offload_kqv" in found["message"]
+
+
 def test_a_backend_without_the_series(gpu_library: Path, tiny_path: Path) -> None:
     """Its memory is refused, with how to get one that is not; nothing is copied instead."""
     found = run(gpu_library, "refused", {"model": tiny_path, "params": PARAMS}, FAKE_CUDA_BACKEND="stock")
