@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import json
 import os
 import subprocess
@@ -151,8 +152,8 @@ def test_a_dma_buf(gpu_library: Path, tiny_path: Path) -> None:
 
 
 STAYS_MAPPED = pytest.mark.xfail(
-    reason="~llama_kv_share_buffer: where the device cannot be waited for, as after a kernel's fault, the memory"
-    " stays mapped until the process ends"
+    reason="~llama_kv_share_buffer: where the device cannot be waited for, as after a kernel's fault, the"
+    " memory stays mapped until the process ends"
 )
 
 
@@ -212,6 +213,26 @@ def test_a_backend_without_the_series(gpu_library: Path, tiny_path: Path) -> Non
     assert found["type"] == "NotShareableError"
     assert "GGML_CUDA=ON" in found["message"]
     assert "offload_kqv" in found["message"]
+
+
+def test_a_machine_without_the_driver(gpu_library: Path, tmp_path: Path) -> None:
+    """A build with CUDA cannot even be loaded there."""
+    if ctypes.util.find_library("cuda"):
+        pytest.skip("this machine has the driver")
+    for file in gpu_library.iterdir():
+        if file.name != "libcuda.so.1" and file.is_file():
+            (tmp_path / file.name).symlink_to(file.resolve())
+    done = subprocess.run(
+        [sys.executable, "-m", "kvshare", "doctor", "--json"],
+        env=environment(**{loader.ENVIRONMENT: str(tmp_path), "LD_LIBRARY_PATH": str(tmp_path)}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 10
+    (check,) = (each for each in json.loads(done.stdout)["checks"] if each["name"] == "library")
+    assert "libcuda.so.1" in check["found"]
+    assert "install the NVIDIA driver" in check["advice"]
 
 
 def test_the_demo(gpu_library: Path, smollm2_path: Path) -> None:
