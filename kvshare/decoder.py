@@ -29,8 +29,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvshare import fds, wire
-from kvshare._native import loader, signatures
+from kvshare._native import cuda, loader, signatures
 from kvshare._native.context import Context, Model
+from kvshare.device import DevicePlace
 from kvshare.errors import (
     ExpiredError,
     KvshareError,
@@ -68,7 +69,8 @@ _SEEN = {LedgerState.FILLING: ShareState.FILLING, LedgerState.COMPLETE: ShareSta
 def exporting() -> Iterator[None]:
     """Build contexts whose cache can be shared: those that this thread creates inside the block.
 
-    The caches live in sealed memfds instead of anonymous memory; nothing else about them differs.
+    The caches live in sealed memfds instead of anonymous memory, and on a GPU in memory that can be exported
+    as well; nothing else about them differs.
     For programs that build their contexts themselves, such as `llama_cpp.Llama`.
 
     Raises:
@@ -307,6 +309,7 @@ class Decoder:
     Attributes:
         context: the context; decode with it as ever.
         layout: what the bytes of its cache are.
+        devices: UUIDs of the GPUs that its cache lies on; empty if all of it lies on the host.
     """
 
     def __init__(
@@ -336,6 +339,7 @@ class Decoder:
         self._semantics = Text(self._lib.llama_kv_share_semantics, context.handle)
         self._caches = canonical_json([cache.to_json() for cache in self.layout.caches]).decode()
         self._tensors = [[tensor.to_json() for tensor in each.tensors] for each in self.layout.regions]
+        self.devices: list[str] = []
         self._templates: dict[tuple[int, bool], wire.ShareTemplate] = {}
         self._descriptors: dict[int, tuple[int, ...]] = {}
         self._issued = signatures.Issued()
@@ -508,41 +512,29 @@ class Decoder:
             self._checked = weakref.ref(connection)
 
     def _template(self, seq_id: int, semantics: bytes, *, strict: bool) -> wire.ShareTemplate:
-        """Return what the shares of a sequence have in common; it changes with adapters only."""
+        """Return what the shares of a sequence have in common.
+
+        It changes with adapters, and, on a GPU, when fresh memory takes the place of what was sent.
+        """
         template = self._templates.get((seq_id, strict))
-        if template is None or template.semantics_digest != semantics:
-            handle = self.context.handle
+        if template is None or template.semantics_digest != semantics or self._is_moved(template, seq_id):
             semantics_text, semantics_hex = self._semantics.read()
-            regions = _array(self._lib.llama_kv_share_regions, signatures.Region, handle, seq_id)
-            if len(regions) + 1 > fds.MAX_FDS:
-                raise NotShareableError(
-                    f"{len(regions)} regions and the ledger exceed the {fds.MAX_FDS} descriptors of a message"
-                )
+            regions = self._entries(seq_id)
             template = wire.ShareTemplate(
                 layout=self._layout_digest,
                 semantics=semantics_hex,
                 params={
-                    **params(self._lib, handle, seq_id),
+                    **params(self._lib, self.context.handle, seq_id),
                     "abi": self.layout.abi,
                     "byte_order": self.layout.byte_order,
                     "caches": self._caches,
                     "semantics": semantics_text,
                     "strict": int(strict),
                 },
-                regions=tuple(
-                    wire.RegionEntry(
-                        fd=index,
-                        offset=region.offset,
-                        size=region.size,
-                        layout=self._tensors[index],
-                        kind=wire.KINDS[region.kind],
-                    )
-                    for index, region in enumerate(regions)
-                ),
+                regions=regions,
                 ledger=wire.LedgerEntry(fd=len(regions), size=_LEDGER_NBYTES),
             )
             self._templates[seq_id, strict] = template
-            self._descriptors[seq_id] = tuple(region.fd for region in regions)
         return template
 
     def prepare(self) -> None:
@@ -552,6 +544,69 @@ class Decoder:
         """
         with contextlib.suppress(NativeError):  # whoever shares will say why
             self._lib.llama_kv_share_prepare(self.context.handle)
+
+    def _entries(self, seq_id: int) -> tuple[wire.RegionEntry, ...]:
+        """Return what the header says of the regions of a sequence; note their descriptors."""
+        regions = _array(self._lib.llama_kv_share_regions, signatures.Region, self.context.handle, seq_id)
+        if len(regions) + 1 > fds.MAX_FDS:
+            raise NotShareableError(
+                f"{len(regions)} regions and the ledger exceed the {fds.MAX_FDS} descriptors of a message"
+            )
+        self._descriptors[seq_id] = tuple(region.fd for region in regions)
+        return tuple(
+            wire.RegionEntry(
+                fd=index,
+                offset=region.offset,
+                size=region.size,
+                layout=self._tensors[index] if kind == "memfd" else self._place(seq_id, index).to_json(),
+                kind=kind,
+            )
+            for index, region in enumerate(regions)
+            for kind in (wire.KINDS[region.kind],)
+        )
+
+    def _place(self, seq_id: int, index: int) -> DevicePlace:
+        """Return where a region on a GPU lies."""
+        uuid, mapped = signatures.Uuid(), ctypes.c_uint64()
+        memory = self._memory(seq_id, index, ctypes.byref(uuid), ctypes.byref(mapped))
+        device = cuda.uuid_text(bytes(uuid))
+        if device not in self.devices:
+            self.devices.append(device)
+        return DevicePlace(device, mapped.value, memory, self._tensors[index])
+
+    def _memory(self, seq_id: int, index: int, uuid: Any = None, mapped: Any = None) -> int | None:
+        """Return the number that a region's allocation on a GPU has; ask for the rest as well, if wanted."""
+        memory = ctypes.c_uint64()
+        handle = self.context.handle
+        self._lib.llama_kv_share_device(handle, seq_id, index, uuid, mapped, ctypes.byref(memory))
+        return memory.value % 2**53 or None
+
+    def _is_moved(self, template: wire.ShareTemplate, seq_id: int) -> bool:
+        """Whether a region on a GPU has another allocation than the template says."""
+        if not self.devices:
+            return False
+        return any(
+            isinstance(entry.layout, dict) and entry.layout["memory"] != self._memory(seq_id, index)
+            for index, entry in enumerate(template.regions)
+        )
+
+    def dma_buf(self, seq_id: int = 0, region: int = 0) -> fds.OwnedFd:
+        """Return the memory of a region on a GPU as a dma-buf, for a driver of something else.
+
+        A network card, for example; providers do not need one. When a share that was sent ends without
+        adoption, fresh memory takes the place of the region: the dma-buf is that of the old one.
+
+        Args:
+            seq_id: the sequence.
+            region: which of the regions of its shares.
+
+        Raises:
+            NotShareableError: the CUDA driver makes no dma-bufs.
+            NativeError: there is no such region, it lies on the host, or the CUDA driver refuses.
+
+        *Ownership*: the caller closes it; the memory lives at least as long.
+        """
+        return fds.OwnedFd(self._lib.llama_kv_share_dma_buf(self.context.handle, seq_id, region))
 
     def adopt(
         self,

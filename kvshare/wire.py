@@ -59,7 +59,8 @@ class RegionEntry:
         fd: index into the descriptors of the message.
         offset: where the region starts in it, bytes.
         size: bytes, at least 1.
-        layout: JSON value that describes the tensors inside.
+        layout: JSON value that describes the tensors inside; of kind `cuda-vmm` it also says where they lie,
+            see `device.DevicePlace`.
         kind: one of `KINDS`.
     """
 

@@ -39,6 +39,7 @@ class Context(ctypes.Structure):
 
 ContextPointer = POINTER(Context)
 Digest = c_uint8 * 32
+Uuid = c_uint8 * 16
 
 
 class Abi(ctypes.Structure):
@@ -151,6 +152,16 @@ FUNCTIONS: dict[str, Function] = {
     "llama_kv_share_regions": Function(
         c_int64, [ContextPointer, c_int32, POINTER(Region), c_size_t], errcheck.status
     ),
+    # int32_t llama_kv_share_device(
+    #     struct llama_context * ctx, llama_seq_id seq_id, uint32_t i_region,
+    #     uint8_t uuid[16], uint64_t * mapped, uint64_t * memory);
+    "llama_kv_share_device": Function(
+        c_int32,
+        [ContextPointer, c_int32, c_uint32, POINTER(Uuid), POINTER(c_uint64), POINTER(c_uint64)],
+        errcheck.status,
+    ),
+    # int32_t llama_kv_share_dma_buf(struct llama_context * ctx, llama_seq_id seq_id, uint32_t i_region);
+    "llama_kv_share_dma_buf": Function(c_int32, [ContextPointer, c_int32, c_uint32], errcheck.status),
     # int64_t llama_kv_share_layout(
     #     struct llama_context * ctx, llama_seq_id seq_id, char * text, size_t size, uint8_t digest[32]);
     "llama_kv_share_layout": Function(
