@@ -11,8 +11,9 @@ The parts:
 - `handoff`: prompts of 251, 3,189 and 12,722 tokens on a cache of 2,240 MiB (`benchmarks.geometry`). The
   logits of each handoff are compared with a local run, bit for bit. `share_us`, `send_us` and `adopt_us`
   are the steps of the decoder; `prefill_ms` is the provider's. `first_token_ms` is the first token after the
-  adoption, `steady_token_ms` the median of the next ones. Beside it, from the same state: a file in memory
-  (`save_ms`, `restore_ms`), and a copy to the host and back (`to_host_ms`, `to_device_ms`). Medians.
+  adoption, `local_first_token_ms` that after a prefill of its own, `steady_token_ms` the median of the next
+  ones. Beside it, from the same state: a file in memory (`save_ms`, `restore_ms`), and a copy to the host and
+  back (`to_host_ms`, `to_device_ms`). Medians.
 - `kinds`: one handoff between two processes for each kind of cache, and for sizes that are no multiples of
   what the driver gives memory in.
 - `architectures`: `benchmarks.architectures` with all layers on the GPU.
@@ -152,7 +153,7 @@ def _answers(context: Context, position: int) -> tuple[list[bytes], list[float]]
     return logits, times
 
 
-def _local(model: Model, n_tokens: int, **context: Any) -> tuple[list[bytes], float]:
+def _local(model: Model, n_tokens: int, **context: Any) -> tuple[list[bytes], Report]:
     """Prefill in a context of this process only; return the logits behind it, and its milliseconds."""
     tokens = prompt(model.n_vocab, n_tokens)
     with Context.create(model, n_threads=1, **context) as plain:
@@ -163,7 +164,8 @@ def _local(model: Model, n_tokens: int, **context: Any) -> tuple[list[bytes], fl
         plain.decode(tokens, position=0)
         plain.synchronize()
         elapsed = (time.perf_counter() - start) * 1000
-        return _answers(plain, n_tokens)[0], elapsed
+        logits, times = _answers(plain, n_tokens)
+        return logits, {"local_prefill_ms": round(elapsed, 3), "local_first_token_ms": round(times[0], 3)}
 
 
 def _is_same(found: Sequence[bytes], expected: Sequence[bytes]) -> bool:
@@ -185,7 +187,7 @@ def handoff(setup: Setup) -> Report:
             )
         )
         for n in LENGTHS:
-            expected, local_ms = _local(pair.model, n, n_ctx=geometry.N_CELLS)
+            expected, local = _local(pair.model, n, n_ctx=geometry.N_CELLS)
             handoffs, peers, identical, moved, warm = [], [], True, 0, []
             for _ in range(setup.repetitions):
                 pair.decoder.context.clear()
@@ -210,7 +212,7 @@ def handoff(setup: Setup) -> Report:
                     "identical": identical,
                     "bytes_moved": moved,
                     "cold": handoffs[0],
-                    "local_prefill_ms": round(local_ms, 3),
+                    **local,
                     **measure.medians(handoffs[1:]),
                     **measure.medians(peers),
                     "quartiles": measure.quartiles(handoffs[1:]),

@@ -134,18 +134,11 @@ class Jobs:
         return {}
 
     def _copy(self, job: Mapping[str, Any]) -> dict[str, Any]:
-        torch = importlib.import_module("torch")
         with self._receive() as source, self._receive() as target:
-            n, first = job["n_tokens"], target.first_cell
             target.ledger.begin()
-            rows = [torch.as_tensor(view, device="cuda") for view in _tensors(source)]
-            for mine, theirs in zip(_tensors(target), rows, strict=True):
-                torch.as_tensor(mine, device="cuda")[first : first + n] = theirs[:n]
-            torch.cuda.synchronize()
-            where = str(rows[0].device)
-            del rows, theirs
-            target.complete(prompt(self._model.n_vocab, n))
-        return {"torch": torch.__version__, "device": where}
+            done = _copy_rows(source, target, job["n_tokens"])
+            target.complete(prompt(self._model.n_vocab, job["n_tokens"]))
+        return done
 
     def _offer(self, job: Mapping[str, Any]) -> dict[str, Any]:
         decoder = Decoder.open(self._model, n_ctx=job["n_ctx"], n_threads=1)
@@ -156,6 +149,16 @@ class Jobs:
 
     def _fds(self, _: Mapping[str, Any]) -> dict[str, Any]:
         return {"n": len(os.listdir("/proc/self/fd"))}
+
+
+def _copy_rows(source: Offer, target: Offer, n_tokens: int) -> dict[str, Any]:
+    torch = importlib.import_module("torch")
+    first = target.first_cell
+    for theirs, mine in zip(_tensors(source), _tensors(target), strict=True):
+        rows = torch.as_tensor(theirs, device="cuda")
+        torch.as_tensor(mine, device="cuda")[first : first + n_tokens] = rows[:n_tokens]
+    torch.cuda.synchronize()
+    return {"torch": torch.__version__, "device": str(rows.device)}
 
 
 def _tensors(offer: Offer) -> list[Any]:
