@@ -22,6 +22,7 @@ The parts:
   before afterwards.
 - `devices`: providers that count their GPUs otherwise, see another one, or none.
 - `views`: a provider that is PyTorch, if that is installed.
+- `dma_buf`: the memory of a cache as a dma-buf. That another driver can import it is not tried.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ KINDS = {
     "latent": "deepseek2-moe",
     "compressed": "deepseek4-moe",
 }
+MIXED = ("llama-dense", "gemma3-dense", "jamba-dense")
+N_MIXED = 2  # layers on the GPU: the output is one
 SIZES: tuple[dict[str, Any], ...] = (
     {"n_ctx": 256},
     {"n_ctx": 2816},
@@ -99,6 +102,7 @@ class Pair:
         stack: closes them.
         path: of the model.
         environment: of the provider.
+        n_gpu_layers: layers of both models on the GPU.
         context: parameters of the decoder.
     """
 
@@ -107,12 +111,13 @@ class Pair:
         stack: contextlib.ExitStack,
         path: Path,
         environment: Mapping[str, str] | None = None,
+        n_gpu_layers: int = ALL_LAYERS,
         **context: Any,
     ) -> None:
         socket = stack.enter_context(fds.private_directory()) / "provider.sock"
-        self.model = stack.enter_context(Model.open(path, n_gpu_layers=ALL_LAYERS))
+        self.model = stack.enter_context(Model.open(path, n_gpu_layers=n_gpu_layers))
         self.decoder = stack.enter_context(Decoder.open(self.model, n_threads=1, **context))
-        self.provider = stack.enter_context(ChildProcess(socket, path, environment))
+        self.provider = stack.enter_context(ChildProcess(socket, path, environment, n_gpu_layers))
         self.connection = stack.enter_context(self.provider.connect())
 
     def share(self, n_tokens: int) -> tuple[Share, Report]:
@@ -256,11 +261,13 @@ def kinds(setup: Setup) -> Report:
         (kind, name, {"n_ctx": 1024, "n_ubatch": 32}) for kind, name in KINDS.items()
     ]
     cases += [(f"size {i}", KINDS["plain"], context) for i, context in enumerate(SIZES)]
+    cases += [("some layers on the host", name, {"n_ctx": 1024}) for name in MIXED]
     runs: list[Report] = []
     for kind, name, context in cases:
         path = setup.archs / f"{name}.gguf"
+        n_gpu_layers = N_MIXED if "host" in kind else ALL_LAYERS
         with contextlib.ExitStack() as stack:
-            pair = Pair(stack, path, **context)
+            pair = Pair(stack, path, n_gpu_layers=n_gpu_layers, **context)
             expected, _ = _local(pair.model, N_SHORT, **context)
             _, done = pair.hand_over(N_SHORT)
             logits, _ = _answers(pair.decoder.context, N_SHORT)
@@ -279,8 +286,13 @@ def kinds(setup: Setup) -> Report:
                     "regions": regions,
                 }
             )
-    on_gpu = all(any(each["kind"] == "cuda-vmm" for each in run["regions"]) for run in runs)
-    ok = on_gpu and all(run["identical"] and not run["bytes_moved"] for run in runs)
+    for run in runs:
+        found = {each["kind"] for each in run["regions"]}
+        run["on"] = " and ".join(sorted(found))
+    as_asked = all(
+        ("memfd" in run["on"]) == ("host" in run["kind"]) and "cuda-vmm" in run["on"] for run in runs
+    )
+    ok = as_asked and all(run["identical"] and not run["bytes_moved"] for run in runs)
     return {"ok": ok, "runs": runs}
 
 
@@ -309,8 +321,10 @@ def life(setup: Setup) -> Report:
         pair = Pair(stack, geometry.model(), n_ctx=geometry.N_CELLS)
         n = LENGTHS[-1]
         expected, _ = _local(pair.model, LENGTHS[0], n_ctx=geometry.N_CELLS)
-        pair.hand_over(n)  # all is there
+        # what ggml allocates once is there
+        pair.hand_over(n)
         pair.decoder.context.clear()
+        _after(pair, LENGTHS[0])
         pair.provider.ask(job="forget")
         for name, kill in (("provider_killed", _kill_provider), ("decoder_killed", _kill_decoder)):
             free = _free_memory()
@@ -356,6 +370,7 @@ def _kill_provider(pair: Pair, n_tokens: int) -> Report:
         except KvshareError as error:
             refused = type(error).__name__
         share.release()
+        pair.decoder.context.clear()  # it was faster than the signal
     return {"n_filled": n_filled, "of": n_tokens, "adopt": refused}
 
 
@@ -505,11 +520,29 @@ def views(setup: Setup) -> Report:
     }
 
 
+def dma_buf(setup: Setup) -> Report:
+    """Get the memory of a cache as a dma-buf."""
+    with (
+        Model.open(setup.archs / f"{KINDS['plain']}.gguf", n_gpu_layers=ALL_LAYERS) as model,
+        Decoder.open(model, n_ctx=1024, n_threads=1) as decoder,
+        decoder.share(n_tokens=1) as share,
+        decoder.dma_buf() as fd,
+    ):
+        (region,) = share.header.regions
+        found = {
+            "is": os.readlink(f"/proc/self/fd/{fd.fileno()}"),
+            "size": os.lseek(fd.fileno(), 0, os.SEEK_END),
+            "mapped_size": _mapped_size(region),
+        }
+    return {"ok": "dmabuf" in str(found["is"]) and found["size"] == found["mapped_size"], **found}
+
+
 PARTS: dict[str, Callable[[Setup], Report]] = {
     "kinds": kinds,
     "handoff": handoff,
     "devices": devices,
     "views": views,
+    "dma_buf": dma_buf,
     "life": life,
     "architectures": every_architecture,
 }

@@ -10,7 +10,7 @@ The jobs, each a line of JSON on standard input, answered with another:
 - `offer`: be the decoder: share a sequence on a socket, and keep everything.
 - `fds`: say how many descriptors are open.
 
-    python -m benchmarks.gpu_child SOCKET MODEL
+    python -m benchmarks.gpu_child SOCKET MODEL N_GPU_LAYERS
 """
 
 from __future__ import annotations
@@ -50,10 +50,18 @@ class ChildProcess(measure.Child):
         socket: where it listens.
         model: what it opens, on the GPU.
         environment: such as CUDA_VISIBLE_DEVICES.
+        n_gpu_layers: layers of the model on the GPU.
     """
 
-    def __init__(self, socket: Path, model: Path, environment: Mapping[str, str] | None = None) -> None:
-        super().__init__("benchmarks.gpu_child", str(socket), str(model), environment=environment)
+    def __init__(
+        self,
+        socket: Path,
+        model: Path,
+        environment: Mapping[str, str] | None = None,
+        n_gpu_layers: int = ALL_LAYERS,
+    ) -> None:
+        arguments = (str(socket), str(model), str(n_gpu_layers))
+        super().__init__("benchmarks.gpu_child", *arguments, environment=environment)
         self.answer()
         self.socket = socket
 
@@ -167,8 +175,8 @@ def _tensors(offer: Offer) -> list[Any]:
 
 def main() -> int:
     """Serve until standard input is closed."""
-    path, model = sys.argv[1:]
-    with fds.listening(Path(path)) as listener, Model.open(model, n_gpu_layers=ALL_LAYERS) as opened:
+    path, model, n_gpu_layers = sys.argv[1:]
+    with fds.listening(Path(path)) as listener, Model.open(model, n_gpu_layers=int(n_gpu_layers)) as opened:
         jobs = Jobs(listener, opened)
         print("{}", flush=True)
         measure.answer_jobs(jobs.handle)
