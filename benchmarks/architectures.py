@@ -9,7 +9,10 @@ The cases `turns...` are conversations: three times a provider prefills what is 
 decoder's sequence holds, and the decoder answers. The cases `forks...` freeze what a sequence holds;
 four contexts on private mappings of it go on in turn, each with tokens of its own.
 
-    python -m benchmarks.architectures [--json] [--arch REGEX] [--case NAME ...]
+    python -m benchmarks.architectures [--json] [--arch REGEX] [--case NAME ...] [--n-gpu-layers N]
+
+With `--n-gpu-layers` models and caches are on a GPU. A fork needs memory of the host: it is not among the
+cases then.
 
 It prints how many architectures were `served`, `bit_identical` and `zero_moved` in all their cases of
 one handoff, and in how many all conversations and all forks were: `turns_identical`, `forks_identical`.
@@ -287,14 +290,14 @@ def _same(a: Context, b: Context, tokens: list[int], position: int, seq_id: int)
 
 
 def _worker() -> None:
-    """Answer jobs on standard input, `{"path", "case"}` a line, with results on standard output."""
+    """Answer jobs on standard input, `{"path", "cases", "n_gpu_layers"}` a line, on standard output."""
     cases = {case.name: case for case in CASES}
     for line in sys.stdin:
         job = json.loads(line)
         path = Path(job["path"])
         results = []
         try:
-            with Model.open(path) as model:
+            with Model.open(path, n_gpu_layers=job["n_gpu_layers"]) as model:
                 for name in job["cases"]:
                     try:
                         results.append(run_case(model, path.stem, cases[name]))
@@ -310,8 +313,9 @@ def _worker() -> None:
 class _Worker:
     """A child process that is started again after a model has killed it."""
 
-    def __init__(self) -> None:
+    def __init__(self, n_gpu_layers: int) -> None:
         self.process: subprocess.Popen[str] | None = None
+        self.n_gpu_layers = n_gpu_layers
 
     def run(self, path: Path, cases: list[str]) -> list[Result]:
         if self.process is None:
@@ -329,7 +333,8 @@ class _Worker:
             )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"path": str(path), "cases": cases}) + "\n")
+        job = {"path": str(path), "cases": cases, "n_gpu_layers": self.n_gpu_layers}
+        self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         ready, _, _ = select.select([self.process.stdout], [], [], TIMEOUT_S)
         line = self.process.stdout.readline() if ready else ""
@@ -348,10 +353,12 @@ class _Worker:
             self.process.wait()
 
 
-def run(paths: list[Path], cases: list[str], *, n_workers: int | None = None) -> Iterator[list[Result]]:
+def run(
+    paths: list[Path], cases: list[str], *, n_workers: int | None = None, n_gpu_layers: int = 0
+) -> Iterator[list[Result]]:
     """Run cases on models, in child processes; yield the results of each model as they come."""
     n_workers = n_workers or len(os.sched_getaffinity(0))
-    workers = [_Worker() for _ in range(n_workers)]
+    workers = [_Worker(n_gpu_layers) for _ in range(n_workers)]
     free = list(workers)
 
     def one(path: Path) -> list[Result]:
@@ -431,6 +438,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--case", action="append", choices=[case.name for case in CASES], help="only this case"
     )
+    parser.add_argument(
+        "--n-gpu-layers", type=int, default=0, metavar="N", help="layers on a device (default: %(default)s)"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.worker:
@@ -442,11 +452,11 @@ def main(argv: list[str] | None = None) -> int:
         loader.load()
         folder = architectures.models()
     paths = sorted(path for path in folder.glob("*.gguf") if re.search(args.arch, path.stem))
-    cases = args.case or [case.name for case in CASES]
+    cases = args.case or [case.name for case in CASES if not args.n_gpu_layers or case.kind != FORKS]
     results: list[list[Result]] = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("architectures", total=len(paths))
-        for each in run(paths, cases):
+        for each in run(paths, cases, n_gpu_layers=args.n_gpu_layers):
             results.append(each)
             progress.advance(task)
     report = summary(results)
