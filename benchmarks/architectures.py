@@ -452,6 +452,10 @@ def main(argv: list[str] | None = None) -> int:
         loader.load()
         folder = architectures.models()
     paths = sorted(path for path in folder.glob("*.gguf") if re.search(args.arch, path.stem))
+    if not paths:
+        parser.error(
+            f"--arch: no model of the {len(list(folder.glob('*.gguf')))} has a name like {args.arch!r}"
+        )
     cases = args.case or [case.name for case in CASES if not args.n_gpu_layers or case.kind != FORKS]
     results: list[list[Result]] = []
     with Progress(console=console, transient=True) as progress:
@@ -472,6 +476,9 @@ def main(argv: list[str] | None = None) -> int:
                 highlight=False,
             )
         out.print(f"{time.monotonic() - start:.0f} s")
+    if report["failures"]:
+        failed = sorted({failure["arch"] for failure in report["failures"]})
+        print(f"architectures: error: not as they have to be: {', '.join(failed)}", file=sys.stderr)
     return 0 if report["total"] > report["without_memory"] and not report["failures"] else 1
 
 

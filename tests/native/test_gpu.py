@@ -151,12 +151,6 @@ def test_a_dma_buf(gpu_library: Path, tiny_path: Path) -> None:
     assert len(found["errors"]) == 2
 
 
-STAYS_MAPPED = pytest.mark.xfail(
-    reason="~llama_kv_share_buffer: where the device cannot be waited for, as after a kernel's fault, the"
-    " memory stays mapped until the process ends"
-)
-
-
 @pytest.mark.parametrize(
     "function",
     [
@@ -170,8 +164,8 @@ STAYS_MAPPED = pytest.mark.xfail(
         "cuMemsetD8_v2",
         "cuLaunchKernel",
         "cuStreamSynchronize",
-        pytest.param("cuCtxSynchronize", marks=STAYS_MAPPED),
-        pytest.param("cuCtxPushCurrent_v2", marks=STAYS_MAPPED),
+        "cuCtxSynchronize",
+        "cuCtxPushCurrent_v2",
     ],
 )
 def test_a_call_of_the_driver_that_fails(gpu_library: Path, tiny_path: Path, function: str) -> None:
