@@ -35,18 +35,18 @@ LAYOUT = {
 _VERSION = 1  # of what is written
 
 
-def model(progress: fetch.Progress = fetch.silent) -> Path:
+def model(progress: fetch.Progress = fetch.silent, *, n_layer: int = N_LAYER) -> Path:
     """Return the model file; write it if it is not there.
 
     Raises:
         OSError: it cannot be written.
     """
-    path = fetch.make_dir(fetch.cache_dir() / "models") / f"geometry-{N_LAYER}x{N_EMBD}-{_VERSION}.gguf"
+    path = fetch.make_dir(fetch.cache_dir() / "models") / f"geometry-{n_layer}x{N_EMBD}-{_VERSION}.gguf"
     with fetch.locked(path.with_suffix(".lock")):
         if not path.exists():
             progress("write the model", 0, None)
             beside = path.with_suffix(".part")
-            _write(beside)
+            _write(beside, n_layer)
             os.replace(beside, path)
             progress("write the model", 1, 1)
     return path
@@ -60,7 +60,7 @@ def _byte_tokens() -> list[str]:
     return [names[byte] for byte in range(256)]
 
 
-def _write(path: Path) -> None:
+def _write(path: Path, n_layer: int) -> None:
     try:
         import gguf
     except ImportError as error:
@@ -69,7 +69,7 @@ def _write(path: Path) -> None:
     tokens = [*_byte_tokens(), "<|end|>"]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("kvshare geometry")
-    writer.add_block_count(N_LAYER)
+    writer.add_block_count(n_layer)
     writer.add_context_length(N_CTX_TRAIN)
     writer.add_embedding_length(N_EMBD)
     writer.add_feed_forward_length(N_FF)
@@ -98,7 +98,7 @@ def _write(path: Path) -> None:
     weights("token_embd.weight", len(tokens), N_EMBD)
     weights("output.weight", len(tokens), N_EMBD)
     norm("output_norm.weight")
-    for i in range(N_LAYER):
+    for i in range(n_layer):
         norm(f"blk.{i}.attn_norm.weight")
         norm(f"blk.{i}.ffn_norm.weight")
         for name in ("attn_q", "attn_k", "attn_v"):

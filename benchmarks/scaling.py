@@ -5,6 +5,7 @@ axis changes one thing; a straight line is fitted by least squares through the m
 
 - `tokens`: of the prompt, from 100 up to 100,000 in one cache of 100,352 cells.
 - `context`: cells of the cache, a prompt of 1,000 tokens.
+- `layers`: of the model, 8,192 cells, 1,000 tokens.
 - `slots_unified`, `slots_streams`: sequences of a cache of 32,768 cells, 1,000 tokens for the last one;
   one stream for all, or one each.
 - `shares_unified`, `shares_streams`: live shares of 1,000 tokens that others of 16 sequences have. They
@@ -12,8 +13,9 @@ axis changes one thing; a straight line is fitted by least squares through the m
 
     python -m benchmarks.scaling [--json] [--plot DIR] [--repetitions N] [--axis NAME ...]
 
-The model is that of `benchmarks.geometry`. Its K and V are q4_0 here: 100,000 cells take 3 GB, in place of
-11 as f16. Neither a share nor an adoption touches more of K and V than their samples and marks.
+The model is that of `benchmarks.geometry`, with as many layers as a point says. Its K and V are q4_0 here:
+100,000 cells take 3 GB, in place of 11 as f16. Neither a share nor an adoption touches more of K and V than
+their samples and marks.
 
 Points of an axis take turns where they have one decoder; where they do not, the axis is gone through
 there and back. `slope` is microseconds for one more of `unit`,
@@ -42,7 +44,6 @@ from rich.table import Table
 from benchmarks import geometry, measure
 from benchmarks.handoff_provider import ProviderProcess, prompt
 from kvshare import fds, fetch
-from kvshare._native.context import Model
 from kvshare.cli import progress
 from kvshare.decoder import Decoder
 from kvshare.errors import KvshareError
@@ -65,11 +66,13 @@ class Point:
         n_tokens: of the prompt.
         n_issued: shares of other sequences that are issued before.
         n_shares: that are live of these; the rest is released.
+        n_layer: of the model.
         context: parameters of the decoder's context.
     """
 
     x: int
     n_tokens: int = N_TOKENS
+    n_layer: int = geometry.N_LAYER
     n_issued: int = 0
     n_shares: int = 0
     context: Mapping[str, Any] = field(default_factory=lambda: {"n_ctx": N_CELLS})
@@ -113,6 +116,12 @@ AXES = {
             "1,000 cells",
             1000,
             [Point(n, context={"n_ctx": n}) for n in (2048, 8192, 20_480, 51_200, 100_352)],
+        ),
+        Axis(
+            "layers",
+            "layer",
+            1,
+            [Point(n, n_layer=n, context={"n_ctx": 8192}) for n in (7, 14, 28, 56, 112)],
         ),
         *(
             Axis(
@@ -181,11 +190,17 @@ class Bench:
 
 
 @contextlib.contextmanager
-def bench(model: Model, provider: ProviderProcess, context: Mapping[str, Any]) -> Iterator[Bench]:
-    """Make a decoder for points with the same context."""
+def bench(provider: ProviderProcess, point: Point) -> Iterator[Bench]:
+    """Make a decoder for points with the same model and context."""
     with (
         Decoder.open(
-            model, type_k="q4_0", type_v="q4_0", flash_attn="on", n_batch=64, n_ubatch=64, **context
+            geometry.model(n_layer=point.n_layer),
+            type_k="q4_0",
+            type_v="q4_0",
+            flash_attn="on",
+            n_batch=64,
+            n_ubatch=64,
+            **point.context,
         ) as decoder,
         provider.connect() as connection,
     ):
@@ -193,15 +208,18 @@ def bench(model: Model, provider: ProviderProcess, context: Mapping[str, Any]) -
 
 
 def measure_axis(
-    axis: Axis, model: Model, provider: ProviderProcess, repetitions: int, show: fetch.Progress
+    axis: Axis, provider: ProviderProcess, repetitions: int, show: fetch.Progress
 ) -> list[list[Figures]]:
     """Return the figures of all repetitions of each point."""
     found: dict[int, list[Figures]] = {point.x: [] for point in axis.points}
-    groups = [list(points) for _, points in itertools.groupby(axis.points, key=lambda point: point.context)]
+    groups = [
+        list(points)
+        for _, points in itertools.groupby(axis.points, key=lambda point: (point.n_layer, point.context))
+    ]
     # there and back, so that a machine that becomes slower meanwhile does not look like a slope
     for turn, n in ((groups, repetitions - repetitions // 2), (groups[::-1], repetitions // 2)):
         for points in turn if n else ():
-            with bench(model, provider, points[0].context) as ready:
+            with bench(provider, points[0]) as ready:
                 for point in points:
                     show(axis.name, sum(map(len, found.values())), repetitions * len(axis.points))
                     ready.prepare(point)
@@ -246,13 +264,14 @@ def measure_all(
     axes = [AXES[name] for name in AXES if name in names]
     longest = max(point.n_tokens for axis in axes for point in axis.points)
     report = {}
+    for n_layer in sorted({point.n_layer for axis in axes for point in axis.points}):
+        geometry.model(show, n_layer=n_layer)
     with (
         fds.private_directory() as folder,
-        Model.open(geometry.model(show)) as model,
         ProviderProcess(folder / "provider.sock", longest) as provider,
     ):
         for axis in axes:
-            report[axis.name] = summary(axis, measure_axis(axis, model, provider, repetitions, show))
+            report[axis.name] = summary(axis, measure_axis(axis, provider, repetitions, show))
     return {
         "geometry": {**geometry.LAYOUT, "type": "q4_0", "n_cells": None, "mib": None},
         "repetitions": repetitions,

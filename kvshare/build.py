@@ -27,7 +27,7 @@ import tarfile
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TextIO
@@ -63,6 +63,7 @@ _DEFAULTS = {
     "LLAMA_BUILD_APP": "OFF",
     "LLAMA_OPENSSL": "OFF",
 }
+_USUAL_NVCC = ("/usr/local/cuda/bin/nvcc", "/opt/cuda/bin/nvcc")
 _STEP = re.compile(r"\[\s*(\d+)(?:/(\d+)|%)\]")
 _LOG_TAIL = 30
 
@@ -78,7 +79,8 @@ class BuildInfo:
         series_id: content id of the patch series in it.
         source: the user's checkout that it was built from, or None for the pinned tree.
         cmake_args: options as given to CMake.
-        compiler: first line of the compiler's `--version`.
+        compiler: first line of the compiler's `--version`; with CUDA also nvcc's release, and the GPUs that
+            it compiles for if CMake is to find out.
         machine: digest of architecture and CPU features, since ggml compiles for this very CPU.
         targets: what has been built.
         library_sha256: of libllama.so.
@@ -397,8 +399,45 @@ def _tools(cmake_args: Sequence[str]) -> tuple[str, str]:
     compiler = next(filter(None, map(shutil.which, candidates)), None)
     if compiler is None:
         raise BuildError(f"no C++ compiler ({' or '.join(candidates)})", hint=f"run `{INSTALL_TOOLS}`")
-    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-    return cmake, done.stdout.partition("\n")[0].strip() or compiler
+    version = _output(compiler, "--version").partition("\n")[0].strip() or compiler
+    if _is_on(definitions.get("GGML_CUDA", "")):
+        version = f"{version}; {_cuda_compiler(definitions)}"
+    return cmake, version
+
+
+def _cuda_compiler(definitions: Mapping[str, str]) -> str:
+    """Return what decides what nvcc makes: its release, and the GPUs here if it is to compile for these.
+
+    Raises:
+        BuildError: there is no nvcc where CMake looks for it.
+    """
+    named = definitions.get("CMAKE_CUDA_COMPILER") or os.environ.get("CUDACXX") or "nvcc"
+    nvcc = shutil.which(named)
+    if nvcc is None:
+        usual = next((str(path) for path in map(Path, _USUAL_NVCC) if path.is_file()), None)
+        raise BuildError(
+            f"GGML_CUDA is on, but there is no CUDA compiler ({named})",
+            hint=f"name it: --cmake-arg=-DCMAKE_CUDA_COMPILER={usual}"
+            if usual
+            else "install the CUDA toolkit, and put its nvcc on PATH or name it with CUDACXX",
+        )
+    lines = _output(nvcc, "--version").splitlines()
+    release = next((line.strip() for line in lines if "release" in line), nvcc)
+    if definitions.get("CMAKE_CUDA_ARCHITECTURES", "native") != "native":
+        return release
+    # the GPUs of this machine
+    smi = shutil.which("nvidia-smi")
+    found = _output(smi, "--query-gpu=compute_cap", "--format=csv,noheader").split() if smi else []
+    return f"{release}, for {' '.join(sorted(set(found))) or 'no GPU'}"
+
+
+def _output(program: str, *arguments: str) -> str:
+    return subprocess.run([program, *arguments], capture_output=True, text=True, check=False).stdout
+
+
+def _is_on(value: str) -> bool:
+    """Whether a value is true to CMake."""
+    return value.upper() in ("1", "ON", "YES", "TRUE", "Y")
 
 
 def _options(cmake_args: Sequence[str], *, commit: str | None) -> tuple[dict[str, str], list[str]]:

@@ -21,21 +21,23 @@ import array
 import contextlib
 import ctypes
 import os
-import secrets
 import socket
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvshare import fds, wire
-from kvshare._native import loader, signatures
+from kvshare._native import cuda, loader, signatures
 from kvshare._native.context import Context, Model
+from kvshare.device import DevicePlace
 from kvshare.errors import (
     ExpiredError,
     KvshareError,
     LedgerError,
     LedgerIncompleteError,
+    LedgerPendingError,
     LocalProtocolError,
     NativeError,
     NotShareableError,
@@ -44,15 +46,19 @@ from kvshare.errors import (
     SequenceInUseError,
 )
 from kvshare.layout import Layout, canonical_json
-from kvshare.ledger import Ledger, LedgerPrefix, LedgerRecord, LedgerState
+from kvshare.ledger import HEADER_NBYTES, Ledger, LedgerState
 from kvshare.wire import ShareState
 
 DEFAULT_EXPIRES_MS = 60_000
 MAX_EXPIRES_MS = 24 * 3600 * 1000
 
-# room for the largest metadata: about 24 bytes a cell and cache, and 24 a row of a transposed V; only
-# the pages that are written cost memory
-_LEDGER_CAPACITY_NBYTES = 64 << 20
+# as the library makes it: room for the largest metadata; only the pages that are written cost memory
+_LEDGER_NBYTES = HEADER_NBYTES + (64 << 20)
+
+_N_SHARE_IDS = 2**53 - 1  # JSON-safe, from 1 on
+_NO_TOKENS = array.array("i")
+
+Cells = tuple[tuple[tuple[int, int], ...], ...]  # by cache, ranges [from, to)
 
 
 # what the ledger says, as a state of the share; the rest is decided here
@@ -63,7 +69,8 @@ _SEEN = {LedgerState.FILLING: ShareState.FILLING, LedgerState.COMPLETE: ShareSta
 def exporting() -> Iterator[None]:
     """Build contexts whose cache can be shared: those that this thread creates inside the block.
 
-    The caches live in sealed memfds instead of anonymous memory; nothing else about them differs.
+    The caches live in sealed memfds instead of anonymous memory, and on a GPU in memory that can be exported
+    as well; nothing else about them differs.
     For programs that build their contexts themselves, such as `llama_cpp.Llama`.
 
     Raises:
@@ -109,37 +116,41 @@ class Share:
         n_tokens: tokens that there is room for, those of the prefix among them.
         n_prefix: tokens that the sequence held when it was shared.
         strict: whether `Decoder.adopt` waits until the provider has let go.
-        header: what is sent.
         t_us: time that issuing it took, microseconds.
     """
 
     def __init__(
         self,
         decoder: Decoder,
-        *,
-        header: wire.ShareHeader,
         template: wire.ShareTemplate,
-        ledger: Ledger,
-        descriptors: Sequence[int],
+        *,
+        share_id: int,
         seq_id: int,
         n_tokens: int,
-        prefix: LedgerPrefix,
-        deadline: float,
-        t_us: float,
+        prefix: array.array[int],
+        strict: bool,
+        cells: Cells,
+        ledger_fd: int,
+        descriptors: tuple[int, ...],
+        expires_ms: int,
     ) -> None:
-        self.header = header
-        self.ledger = ledger
-        self.share_id = header.share_id
+        self.share_id = share_id
         self.seq_id = seq_id
         self.n_tokens = n_tokens
-        self.n_prefix = prefix.n_tokens
-        self.t_us = t_us
+        self.n_prefix = len(prefix)
+        self.strict = strict
+        self.t_us = 0.0
+        self._decoder = decoder
         self._template = template
         self._prefix = prefix
-        self._decoder = decoder
-        self._descriptors = tuple(descriptors)
-        self._deadline = deadline
+        self._cells = cells
+        self._ledger_fd = ledger_fd
+        self._descriptors = descriptors
+        self._expires_ms = expires_ms
+        self._deadline = time.monotonic() + expires_ms / 1000
         self._state = ShareState.ISSUED
+        self._header: wire.ShareHeader | None = None
+        self._ledger: Ledger | None = None
         self._sent = False  # or tried to: somebody may have the descriptors
         self._connection: socket.socket | None = None
         self._own_connection: socket.socket | None = None
@@ -149,15 +160,35 @@ class Share:
         """Where the share stands, as the ledger and the clock say."""
         self._look_at_the_clock()
         if self._state.live:
+            decoder = self._decoder
             with contextlib.suppress(LedgerError):  # a broken ledger says nothing; adopt refuses it
-                seen = _SEEN.get(self.ledger.snapshot().state)
+                look = decoder._lib.llama_kv_share_look(decoder.context.handle, self.seq_id, None, None, 0)
+                seen = _SEEN.get(LedgerState(look))
                 if seen in wire.TRANSITIONS[self._state]:
                     self._state = seen
         return self._state
 
     @property
-    def strict(self) -> bool:
-        return bool(self.header.params["strict"])
+    def header(self) -> wire.ShareHeader:
+        """What is sent."""
+        if self._header is None:
+            self._header = self._template.header(
+                share_id=self.share_id, cells=self._cells, expires_ms=self._expires_ms
+            )
+        return self._header
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger that is sent, mapped when it is first asked for.
+
+        *Ownership*: closed when the share ends.
+        """
+        if self._ledger is None:
+            if not self._state.live:
+                raise LocalProtocolError(f"this share is {self._state.value}, its ledger is closed")
+            descriptor = fds.OwnedFd(os.dup(self._ledger_fd))
+            self._ledger = Ledger.open(descriptor, self._template.ledger.size)
+        return self._ledger
 
     def _look_at_the_clock(self) -> None:
         if self._state.live and time.monotonic() > self._deadline:
@@ -183,12 +214,13 @@ class Share:
         if self._connection is not None:
             raise LocalProtocolError("this share was sent already")
         if isinstance(target, socket.socket):
-            fds.require_peer_uid(target)
+            self._decoder._require_own_user(target)
             connection = target
         else:
             connection = self._own_connection = fds.connect_unix(target, deadline=deadline)
         self._sent = True
-        fds.send_message(connection, self._template.encode(self.header), self._descriptors, deadline=deadline)
+        payload = self._template.encode(self.share_id, self._cells, self._expires_ms)
+        fds.send_message(connection, payload, (*self._descriptors, self._ledger_fd), deadline=deadline)
         self._connection = connection
 
     def wait(
@@ -211,6 +243,7 @@ class Share:
         if self._connection is None:
             raise LocalProtocolError("send the share before you wait for its provider")
         deadline = self._deadline if deadline is None else min(deadline, self._deadline)
+        self._decoder.prepare()  # there is time
         while True:
             payload, descriptors = fds.receive_message(self._connection, deadline=deadline, max_fds=0)
             assert not descriptors
@@ -276,6 +309,7 @@ class Decoder:
     Attributes:
         context: the context; decode with it as ever.
         layout: what the bytes of its cache are.
+        devices: UUIDs of the GPUs that its cache lies on; empty if all of it lies on the host.
     """
 
     def __init__(
@@ -296,6 +330,8 @@ class Decoder:
         self._owns_model = owns_model
         self._llama = llama
         self._lib = context.library.lib
+        self._n_seq_max = context.n_seq_max
+        self._n_ctx_seq = context.n_ctx_seq
         if not forked:
             self._lib.llama_kv_share_supported(context.handle)
         text, self._layout_digest = describe(self._lib.llama_kv_share_layout, context.handle, 0)
@@ -303,11 +339,17 @@ class Decoder:
         self._semantics = Text(self._lib.llama_kv_share_semantics, context.handle)
         self._caches = canonical_json([cache.to_json() for cache in self.layout.caches]).decode()
         self._tensors = [[tensor.to_json() for tensor in each.tensors] for each in self.layout.regions]
+        self.devices: list[str] = []
         self._templates: dict[tuple[int, bool], wire.ShareTemplate] = {}
         self._descriptors: dict[int, tuple[int, ...]] = {}
+        self._issued = signatures.Issued()
+        self._ranges = (signatures.Range * 32)()
+        self._checked: Callable[[], socket.socket | None] = lambda: None
         if not forked:  # once, here: what is the same for all shares
-            for seq_id in range(context.n_seq_max):
-                self._template(seq_id, strict=False)
+            self.prepare()
+            semantics = bytes.fromhex(self._semantics.read()[1])
+            for seq_id in range(self._n_seq_max):
+                self._template(seq_id, semantics, strict=False)
         self._shares: dict[int, Share] = {}
         self._withheld: set[int] = set()  # sequences whose lease could not be given back
 
@@ -407,108 +449,164 @@ class Decoder:
         *Ownership*: the share holds the lease until it is adopted, released or expired.
         """
         start = time.perf_counter_ns()
-        n_tokens = self.context.n_ctx_seq if n_tokens is None else n_tokens
-        ids = _int32(prefix if prefix is not None else ())
-        _require_in("seq_id", seq_id, range(self.context.n_seq_max))
-        _require_in("n_tokens", n_tokens, range(len(ids) + 1, self.context.n_ctx_seq + 1))
-        _require_in("expires_ms", expires_ms, range(1, MAX_EXPIRES_MS + 1))
+        n_tokens = self._n_ctx_seq if n_tokens is None else n_tokens
+        ids = _int32(prefix) if prefix is not None else _NO_TOKENS
+        _require_in("seq_id", seq_id, 0, self._n_seq_max)
+        _require_in("n_tokens", n_tokens, len(ids) + 1, self._n_ctx_seq + 1)
+        _require_in("expires_ms", expires_ms, 1, MAX_EXPIRES_MS + 1)
         self._expire()
         if ids and (n_past := self.context.n_past(seq_id)) != len(ids):
             raise SequenceInUseError(f"the prefix has {len(ids)} tokens, sequence {seq_id} holds {n_past}")
-        # before the lease: with it, a sequence drops what lies behind its windows
-        held = LedgerPrefix.of(ids, self._publish(seq_id) if ids else b"")
-        self._reserve(seq_id, n_tokens, len(ids))
+        share_id = 1 + int.from_bytes(os.urandom(7), "little") % _N_SHARE_IDS
+        cells = self._issue(seq_id, share_id, n_tokens, ids, strict=strict)
         try:
-            if strict and not params(self._lib, self.context.handle, seq_id)["exposes_all"]:
-                # in fresh memory: the provider sees nothing of an earlier prompt but the prefix
-                self._lib.llama_kv_share_release(self.context.handle, seq_id, True)
-                self._reserve(seq_id, n_tokens, len(ids))
-            share = self._issue(seq_id, n_tokens, held, expires_ms, start, strict=strict)
+            template = self._template(seq_id, bytes(self._issued.semantics), strict=strict)
         except BaseException:
             self._lib.llama_kv_share_release(self.context.handle, seq_id, False)
             raise
-        self._shares[share.share_id] = share
+        share = Share(
+            self,
+            template,
+            share_id=share_id,
+            seq_id=seq_id,
+            n_tokens=n_tokens,
+            prefix=ids,
+            strict=strict,
+            cells=cells,
+            ledger_fd=self._issued.ledger_fd,
+            descriptors=self._descriptors[seq_id],
+            expires_ms=expires_ms,
+        )
+        self._shares[share_id] = share
+        share.t_us = (time.perf_counter_ns() - start) / 1000
         return share
 
-    def _reserve(self, seq_id: int, n_tokens: int, n_prefix: int) -> None:
-        self._lib.llama_kv_share_reserve(self.context.handle, seq_id, n_tokens, n_prefix)
-
-    def _publish(self, seq_id: int) -> bytes:
-        """Return the metadata of what a sequence holds."""
-        handle, publish = self.context.handle, self._lib.llama_kv_share_publish
-        size = publish(handle, seq_id, None, 0, None)
-        blob = ctypes.create_string_buffer(size)
-        publish(handle, seq_id, blob, size, None)
-        return blob.raw
-
     def _issue(
-        self, seq_id: int, n_tokens: int, held: LedgerPrefix, expires_ms: int, start: int, *, strict: bool
-    ) -> Share:
-        template = self._template(seq_id, strict=strict)
-        descriptors = self._descriptors[seq_id]
-        share_id = 1 + secrets.randbelow(2**53 - 1)
-        ledger = Ledger.create(
-            share_id, template.layout, template.semantics, capacity=_LEDGER_CAPACITY_NBYTES, prefix=held
+        self, seq_id: int, share_id: int, n_tokens: int, prefix: array.array[int], *, strict: bool
+    ) -> Cells:
+        """Take the lease and make its ledger; return the cells, by cache."""
+        n = self._lib.llama_kv_share_issue_ledger(
+            self.context.handle,
+            seq_id,
+            share_id,
+            n_tokens,
+            prefix.buffer_info()[0],
+            len(prefix),
+            strict,
+            ctypes.byref(self._issued),
+            self._ranges,
+            len(self._ranges),
         )
-        try:
-            header = template.header(
-                share_id=share_id,
-                ledger=wire.LedgerEntry(fd=len(descriptors), size=ledger.size),
-                cells=_lease(self._lib, self.context.handle, seq_id, len(self.layout.caches)),
-                expires_ms=expires_ms,
-            )
-            return Share(
-                self,
-                header=header,
-                template=template,
-                ledger=ledger,
-                descriptors=(*descriptors, ledger.fileno()),
-                seq_id=seq_id,
-                n_tokens=n_tokens,
-                prefix=LedgerPrefix(held.n_tokens, held.sha256),
-                deadline=time.monotonic() + expires_ms / 1000,
-                t_us=(time.perf_counter_ns() - start) / 1000,
-            )
-        except BaseException:
-            ledger.close()
-            raise
+        ranges: Any = self._ranges
+        if n > len(ranges):
+            ranges = _array(self._lib.llama_kv_share_lease, signatures.Range, self.context.handle, seq_id)
+        cells: list[list[tuple[int, int]]] = [[] for _ in self.layout.caches]
+        for i in range(n):
+            cells[ranges[i].cache].append((ranges[i].from_, ranges[i].to))
+        return tuple(map(tuple, cells))
 
-    def _template(self, seq_id: int, *, strict: bool) -> wire.ShareTemplate:
-        """Return what the shares of a sequence have in common; it changes with adapters only."""
-        semantics_text, semantics = self._semantics.read()
+    def _require_own_user(self, connection: socket.socket) -> None:
+        """Check the user at the other end; it stays the same one as long as the socket is connected."""
+        if self._checked() is not connection:
+            fds.require_peer_uid(connection)
+            self._checked = weakref.ref(connection)
+
+    def _template(self, seq_id: int, semantics: bytes, *, strict: bool) -> wire.ShareTemplate:
+        """Return what the shares of a sequence have in common.
+
+        It changes with adapters, and, on a GPU, when fresh memory takes the place of what was sent.
+        """
         template = self._templates.get((seq_id, strict))
-        if template is None or template.semantics != semantics:
-            handle = self.context.handle
-            regions = _array(self._lib.llama_kv_share_regions, signatures.Region, handle, seq_id)
-            if len(regions) + 1 > fds.MAX_FDS:
-                raise NotShareableError(
-                    f"{len(regions)} regions and the ledger exceed the {fds.MAX_FDS} descriptors of a message"
-                )
+        if template is None or template.semantics_digest != semantics or self._is_moved(template, seq_id):
+            semantics_text, semantics_hex = self._semantics.read()
+            regions = self._entries(seq_id)
             template = wire.ShareTemplate(
                 layout=self._layout_digest,
-                semantics=semantics,
+                semantics=semantics_hex,
                 params={
-                    **params(self._lib, handle, seq_id),
+                    **params(self._lib, self.context.handle, seq_id),
                     "abi": self.layout.abi,
                     "byte_order": self.layout.byte_order,
                     "caches": self._caches,
                     "semantics": semantics_text,
                     "strict": int(strict),
                 },
-                regions=tuple(
-                    wire.RegionEntry(
-                        fd=index,
-                        offset=region.offset,
-                        size=region.size,
-                        layout=self._tensors[index],
-                        kind=wire.KINDS[region.kind],
-                    )
-                    for index, region in enumerate(regions)
-                ),
+                regions=regions,
+                ledger=wire.LedgerEntry(fd=len(regions), size=_LEDGER_NBYTES),
             )
             self._templates[seq_id, strict] = template
-            self._descriptors[seq_id] = tuple(region.fd for region in regions)
         return template
+
+    def prepare(self) -> None:
+        """Make ready what the next share needs, in a moment that is not short of time; `Share.wait` does it.
+
+        A share that nothing was prepared for takes some 0.05 ms longer.
+        """
+        with contextlib.suppress(NativeError):  # whoever shares will say why
+            self._lib.llama_kv_share_prepare(self.context.handle)
+
+    def _entries(self, seq_id: int) -> tuple[wire.RegionEntry, ...]:
+        """Return what the header says of the regions of a sequence; note their descriptors."""
+        regions = _array(self._lib.llama_kv_share_regions, signatures.Region, self.context.handle, seq_id)
+        if len(regions) + 1 > fds.MAX_FDS:
+            raise NotShareableError(
+                f"{len(regions)} regions and the ledger exceed the {fds.MAX_FDS} descriptors of a message"
+            )
+        self._descriptors[seq_id] = tuple(region.fd for region in regions)
+        return tuple(
+            wire.RegionEntry(
+                fd=index,
+                offset=region.offset,
+                size=region.size,
+                layout=self._tensors[index] if kind == "memfd" else self._place(seq_id, index).to_json(),
+                kind=kind,
+            )
+            for index, region in enumerate(regions)
+            for kind in (wire.KINDS[region.kind],)
+        )
+
+    def _place(self, seq_id: int, index: int) -> DevicePlace:
+        """Return where a region on a GPU lies."""
+        uuid, mapped = signatures.Uuid(), ctypes.c_uint64()
+        memory = self._memory(seq_id, index, ctypes.byref(uuid), ctypes.byref(mapped))
+        device = cuda.uuid_text(bytes(uuid))
+        if device not in self.devices:
+            self.devices.append(device)
+        return DevicePlace(device, mapped.value, memory, self._tensors[index])
+
+    def _memory(self, seq_id: int, index: int, uuid: Any = None, mapped: Any = None) -> int | None:
+        """Return the number that a region's allocation on a GPU has; ask for the rest as well, if wanted."""
+        memory = ctypes.c_uint64()
+        handle = self.context.handle
+        self._lib.llama_kv_share_device(handle, seq_id, index, uuid, mapped, ctypes.byref(memory))
+        return memory.value % 2**53 or None
+
+    def _is_moved(self, template: wire.ShareTemplate, seq_id: int) -> bool:
+        """Whether a region on a GPU has another allocation than the template says."""
+        if not self.devices:
+            return False
+        return any(
+            isinstance(entry.layout, dict) and entry.layout["memory"] != self._memory(seq_id, index)
+            for index, entry in enumerate(template.regions)
+        )
+
+    def dma_buf(self, seq_id: int = 0, region: int = 0) -> fds.OwnedFd:
+        """Return the memory of a region on a GPU as a dma-buf, for a driver of something else.
+
+        A network card, for example; providers do not need one. When a share that was sent ends without
+        adoption, fresh memory takes the place of the region: the dma-buf is that of the old one.
+
+        Args:
+            seq_id: the sequence.
+            region: which of the regions of its shares.
+
+        Raises:
+            NotShareableError: the CUDA driver makes no dma-bufs.
+            NativeError: there is no such region, it lies on the host, or the CUDA driver refuses.
+
+        *Ownership*: the caller closes it; the memory lives at least as long.
+        """
+        return fds.OwnedFd(self._lib.llama_kv_share_dma_buf(self.context.handle, seq_id, region))
 
     def adopt(
         self,
@@ -534,8 +632,9 @@ class Decoder:
         Raises:
             ReplayError: the share is not of this decoder, or was used or released already.
             ExpiredError: it ran past its deadline.
-            LedgerIncompleteError: the provider has not vouched for all tokens; the share lives on if it
-                may still do so. Also: cells that it vouches for were never written; the share has failed.
+            LedgerPendingError: the provider is not done; the share lives on.
+            LedgerIncompleteError: it failed, or vouches for fewer tokens, or for cells that were never
+                written; the share has failed.
             DeadlineExceededError: the provider of a strict share holds on to the memory; the share lives on.
             LedgerError: the ledger, its metadata or a digest is wrong, or the tokens do not begin with the
                 prefix; the share has failed.
@@ -553,59 +652,15 @@ class Decoder:
         if not share._state.live:
             raise ReplayError(f"share {share.share_id} is {share._state.value} already")
         adopted = signatures.Adopted()
-        pending = False
-
-        def verified() -> LedgerRecord:
-            nonlocal pending
-            record = share.ledger.snapshot()
-            pending = record.state in (LedgerState.ISSUED, LedgerState.FILLING)
-            record.verify(
-                share_id=share.share_id,
-                layout=self._layout_digest,
-                semantics=None if allow_other_semantics else share.header.semantics,
-                tokens=ids,
-                sample_digest=None,  # the library compares it, before it changes anything
-                prefix=share._prefix,
-            )
-            return record
-
-        try:
-            record = verified()
-            if share.strict:
-                pending = True
-                share.wait_until_let_go(deadline=deadline)
-                record = verified()  # it may have written there until now
-            handle = self.context.handle
-            if record.blob:
-                self._lib.llama_kv_share_adopt(
-                    handle,
-                    share.seq_id,
-                    len(ids),
-                    record.blob,
-                    len(record.blob),
-                    record.sample_digest,
-                    ctypes.byref(adopted),
-                )
-            else:
-                new = ids[share.n_prefix :]
-                self._lib.llama_kv_cells_adopt(
-                    handle,
-                    share.seq_id,
-                    share.header.cells[0][0][0],
-                    len(new),
-                    share.n_prefix,
-                    (ctypes.c_int32 * len(new)).from_buffer(new),
-                    record.sample_digest,
-                    ctypes.byref(adopted),
-                )
-        except BaseException:
-            if not pending:
-                self._end(share, ShareState.FAILED)
-            raise
+        vouched = (self.context.handle, share.seq_id, ids.buffer_info()[0], len(ids), allow_other_semantics)
+        if share.strict:
+            self._vouch(share, self._lib.llama_kv_share_check, *vouched)  # before anybody waits for nothing
+            share.wait_until_let_go(deadline=deadline)
+        self._vouch(share, self._lib.llama_kv_share_settle, *vouched, ctypes.byref(adopted))
         share._state = ShareState.ADOPTED
         self._forget(share)
         if share.strict:
-            self._lib.llama_kv_share_scrub(handle, share.seq_id)
+            self._lib.llama_kv_share_scrub(self.context.handle, share.seq_id)
         if self._llama is not None and share.seq_id == 0:
             # llama_cpp.Llama keeps the tokens of its sequence beside the cache
             self._llama.input_ids[: len(ids)] = ids
@@ -616,6 +671,16 @@ class Decoder:
             bytes_moved=adopted.bytes_moved,
             t_us=(time.perf_counter_ns() - start) / 1000,
         )
+
+    def _vouch(self, share: Share, function: Any, *arguments: Any) -> None:
+        """Call a function that looks at the ledger; what it refuses ends the share."""
+        try:
+            function(*arguments)
+        except LedgerPendingError:
+            raise
+        except BaseException:
+            self._end(share, ShareState.FAILED)
+            raise
 
     def close(self) -> None:
         """End all shares, free what was created here; idempotent."""
@@ -652,11 +717,14 @@ class Decoder:
 
     def _forget(self, share: Share) -> None:
         self._shares.pop(share.share_id, None)
-        share.ledger.close()
+        if share._ledger is not None:
+            share._ledger.close()
         if share._own_connection is not None:
             share._own_connection.close()
 
     def _expire(self) -> None:
+        if not self._shares and not self._withheld:
+            return
         for share in list(self._shares.values()):
             share._look_at_the_clock()
         for seq_id in list(self._withheld):
@@ -691,9 +759,9 @@ def describe(function: Any, *arguments: Any) -> tuple[str, str]:
     return Text(function, *arguments).read()
 
 
-def _require_in(name: str, value: int, allowed: range) -> None:
-    if value not in allowed:
-        raise LocalProtocolError(f"{name} is {value}, which is not in [{allowed.start}, {allowed.stop})")
+def _require_in(name: str, value: int, start: int, stop: int) -> None:
+    if not start <= value < stop:
+        raise LocalProtocolError(f"{name} is {value}, which is not in [{start}, {stop})")
 
 
 def _int32(tokens: Sequence[int]) -> array.array[int]:
@@ -727,10 +795,3 @@ def params(lib: Any, handle: Any, seq_id: int) -> dict[str, wire.Scalar]:
     found = signatures.ContextParams()
     lib.llama_kv_share_params(handle, seq_id, ctypes.byref(found))
     return {name: getattr(found, name) for name, *_ in found._fields_}
-
-
-def _lease(lib: Any, handle: Any, seq_id: int, n_caches: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    ranges: list[list[tuple[int, int]]] = [[] for _ in range(n_caches)]
-    for each in _array(lib.llama_kv_share_lease, signatures.Range, handle, seq_id):
-        ranges[each.cache].append((each.from_, each.to))
-    return tuple(tuple(each) for each in ranges)

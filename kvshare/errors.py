@@ -139,6 +139,10 @@ class LedgerIncompleteError(LedgerError):
     """The ledger is not in state complete, or covers fewer tokens."""
 
 
+class LedgerPendingError(LedgerIncompleteError):
+    """The provider is not done yet; the share lives on."""
+
+
 class LedgerDigestError(LedgerError):
     """A digest in the ledger differs from what the decoder computed itself."""
 

@@ -294,16 +294,18 @@ def send_message(
     message = memoryview(_LENGTH.pack(len(payload)) + payload)
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
     n_sent = 0
-    while n_sent < len(message):
-        done = f"{n_sent} of {len(message)} bytes were sent"
-        _wait(sock, select.POLLOUT, deadline, done)
+    while True:
         try:
             n_sent += sock.sendmsg([message[n_sent:]], ancillary, _SEND_FLAGS)
+            ancillary = []
+            if n_sent == len(message):
+                return
         except BlockingIOError:
-            continue
+            pass
         except (BrokenPipeError, ConnectionResetError) as exc:
+            done = f"{n_sent} of {len(message)} bytes were sent"
             raise PeerClosedError(f"the peer closed the connection when {done}") from exc
-        ancillary = []
+        _wait(sock, select.POLLOUT, deadline, f"{n_sent} of {len(message)} bytes were sent")
 
 
 def receive_message(

@@ -1,8 +1,9 @@
-"""Map shared regions, and see the K and V of every layer in them as numpy arrays.
+"""Map shared regions, and see the K and V of every layer in them as arrays.
 
 This is what a provider needs that does not use llama.cpp: rows that are written through a view are
 in the decoder's cache. A view keeps its mapping alive, and `Mapping.close` refuses while one exists,
-so there is no pointer into memory that is gone.
+so there is no pointer into memory that is gone. Memory of the host is seen as numpy arrays, memory of a
+GPU through `device.DeviceView`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
+from kvshare.device import DeviceMapping, DevicePlace
 from kvshare.errors import (
     DescriptorError,
     LayoutMismatchError,
@@ -28,7 +30,8 @@ from kvshare.errors import (
 from kvshare.fds import OwnedFd, fd_size, require_seals
 from kvshare.layout import Layout, TensorLayout
 
-View = npt.NDArray[Any]
+View = Any
+"""A numpy array, or a `DeviceView` for memory of a GPU."""
 
 # numpy has no bfloat16: its bits are seen as uint16; rows of a quantized type are seen as bytes
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -77,6 +80,20 @@ class Mapping:
             raise LocalProtocolError("this mapping is closed")
         return self._map
 
+    def view(
+        self, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> npt.NDArray[Any]:
+        """Return an array over the region: where it starts, its shape, and its strides in bytes."""
+        ends = [(n - 1) * stride for n, stride in zip(shape, strides, strict=True)]
+        nbytes = dtype.itemsize + sum(ends) if 0 not in shape else 0
+        data = np.frombuffer(self.buffer, np.uint8, nbytes, offset)  # holds on to the mapping
+        view: npt.NDArray[Any] = np.ndarray(shape, dtype, data, strides=strides)
+        return view
+
+    def read(self, pieces: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return pieces `(offset, size)` of the region."""
+        return [self.buffer[offset : offset + size] for offset, size in pieces]
+
     def close(self) -> None:
         """Unmap; idempotent.
 
@@ -98,9 +115,12 @@ class Mapping:
         self.close()
 
 
+AnyMapping = Mapping | DeviceMapping
+
+
 @dataclass(frozen=True)
 class LayerView:
-    """K and V of one layer, over the shared memory.
+    """K and V of one layer, over the shared memory: numpy arrays, or `DeviceView`s if it is that of a GPU.
 
     Attributes:
         il: index of the layer in the model.
@@ -114,25 +134,42 @@ class LayerView:
 
     il: int
     k: View
-    v: View | None
+    v: View
 
 
-def map_regions(layout: Layout, regions: Sequence[tuple[OwnedFd | int, int]]) -> list[Mapping]:
+@overload
+def map_regions(layout: Layout, regions: Sequence[tuple[OwnedFd | int, int]]) -> list[Mapping]: ...
+@overload
+def map_regions(
+    layout: Layout, regions: Sequence[tuple[OwnedFd | int, int]], places: Sequence[DevicePlace | None]
+) -> list[AnyMapping]: ...
+def map_regions(
+    layout: Layout,
+    regions: Sequence[tuple[OwnedFd | int, int]],
+    places: Sequence[DevicePlace | None] | None = None,
+) -> Any:
     """Map all regions of a layout.
 
     Args:
         layout: describes them.
         regions: descriptor and offset in bytes of each.
+        places: where each lies; None is the host, for one and for all.
 
     Raises:
         DescriptorError: a descriptor is not what its region needs; nothing stays mapped.
+        KvshareError: memory of a GPU cannot be mapped, see `_native.cuda.Imported`.
 
     *Ownership*: the caller closes the mappings.
     """
-    mappings: list[Mapping] = []
+    mappings: list[AnyMapping] = []
+    places = [None] * len(layout.regions) if places is None else places
     try:
-        for region, (fd, offset) in zip(layout.regions, regions, strict=True):
-            mappings.append(Mapping(fd if isinstance(fd, int) else fd.fileno(), offset, region.size))
+        for region, (fd, offset), place in zip(layout.regions, regions, places, strict=True):
+            number = fd if isinstance(fd, int) else fd.fileno()
+            if place is None:
+                mappings.append(Mapping(number, offset, region.size))
+            else:
+                mappings.append(DeviceMapping(number, offset, region.size, place))
     except BaseException:
         for mapping in mappings:
             mapping.close()
@@ -140,7 +177,7 @@ def map_regions(layout: Layout, regions: Sequence[tuple[OwnedFd | int, int]]) ->
     return mappings
 
 
-def layer_views(layout: Layout, mappings: Sequence[Mapping]) -> list[LayerView]:
+def layer_views(layout: Layout, mappings: Sequence[AnyMapping]) -> list[LayerView]:
     """Return the K and V of every layer that has a KV cache, in the order of the layers.
 
     Raises:
@@ -163,25 +200,25 @@ def layer_views(layout: Layout, mappings: Sequence[Mapping]) -> list[LayerView]:
     return [LayerView(il, each["k"], each.get("v")) for il, each in sorted(found.items())]
 
 
-def _view(tensor: TensorLayout, mapping: Mapping, region_size: int, *, transposed: bool) -> View:
+def _view(tensor: TensorLayout, mapping: AnyMapping, region_size: int, *, transposed: bool) -> View:
     n_embd, kv_size, n_stream, _ = tensor.ne
     if tensor.offset + tensor.nbytes > region_size:
         raise LayoutMismatchError(f"{tensor.name}.offset", f"<= {region_size - tensor.nbytes}", tensor.offset)
-    dtype = _DTYPES.get(tensor.type)
-    row_nbytes = tensor.nb[1] if dtype is None else n_embd * dtype.itemsize
-    if tensor.nbytes != row_nbytes * kv_size * n_stream:
+    dtype = _DTYPES.get(tensor.type, np.dtype(np.uint8))
+    n_items = n_embd if tensor.type in _DTYPES else tensor.nb[1]  # of a row
+    item, row = dtype.itemsize, n_items * dtype.itemsize
+    if tensor.nbytes != row * kv_size * n_stream:
         raise RemoteProtocolError(f"{tensor.name}: ne {tensor.ne} and nb {tensor.nb} contradict each other")
-    data = np.frombuffer(mapping.buffer, np.uint8, tensor.nbytes, tensor.offset)
-    if dtype is None:
-        rows = data.reshape(n_stream, kv_size, tensor.nb[1])
-    elif transposed:
-        rows = data.view(dtype).reshape(n_stream, n_embd, kv_size).swapaxes(1, 2)
-    else:
-        rows = data.view(dtype).reshape(n_stream, kv_size, n_embd)
-    return rows[0] if n_stream == 1 else rows
+    shape: tuple[int, ...] = (n_stream, kv_size, n_items)
+    strides: tuple[int, ...] = (row * kv_size, row, item)
+    if transposed and tensor.type in _DTYPES:
+        strides = (row * kv_size, item, item * kv_size)
+    if n_stream == 1:
+        shape, strides = shape[1:], strides[1:]
+    return mapping.view(tensor.offset, shape, strides, dtype)
 
 
-def plain_sample(layout: Layout, mappings: Sequence[Mapping], first: int, n_tokens: int) -> bytes:
+def plain_sample(layout: Layout, mappings: Sequence[AnyMapping], first: int, n_tokens: int) -> bytes:
     """Return the digest that vouches for cells of a plain cache, for the ledger.
 
     The digest runs over extents `(region, offset, size)`: the K rows of every layer, then the V rows
@@ -206,17 +243,26 @@ def plain_sample(layout: Layout, mappings: Sequence[Mapping], first: int, n_toke
             hint="use kvshare.Provider, which serves every kind of cache",
         )
     extents = list(_plain_extents(layout, first, n_tokens))
+    sampled = extents[:: -(-len(extents) // _MAX_SAMPLES) or 1]
+    pieces: list[list[tuple[int, int]]] = [[] for _ in mappings]
+    for region, offset, size in sampled:
+        pieces[region] += _pieces(offset, size)
+    # all of a region at once: a GPU is waited for once
+    data = [iter(mapping.read(each)) for mapping, each in zip(mappings, pieces, strict=True)]
     digest = hashlib.sha256()
-    for region, offset, size in extents[:: -(-len(extents) // _MAX_SAMPLES) or 1]:
+    for region, offset, size in sampled:
         digest.update(_EXTENT.pack(region, offset, size))
-        data = mappings[region].buffer
-        if size <= 3 * _PIECE_NBYTES:
-            digest.update(data[offset : offset + size])
-        else:
-            middle = size // 2 // _PIECE_NBYTES * _PIECE_NBYTES
-            for start in (0, middle, size - _PIECE_NBYTES):
-                digest.update(data[offset + start : offset + start + _PIECE_NBYTES])
+        for _ in _pieces(offset, size):
+            digest.update(next(data[region]))
     return digest.digest()
+
+
+def _pieces(offset: int, size: int) -> list[tuple[int, int]]:
+    """Return the pieces of an extent that are hashed, offset and size of each."""
+    if size <= 3 * _PIECE_NBYTES:
+        return [(offset, size)]
+    middle = size // 2 // _PIECE_NBYTES * _PIECE_NBYTES
+    return [(offset + start, _PIECE_NBYTES) for start in (0, middle, size - _PIECE_NBYTES)]
 
 
 def _plain_extents(layout: Layout, first: int, n_tokens: int) -> Iterator[tuple[int, int, int]]:

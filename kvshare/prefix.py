@@ -85,7 +85,11 @@ class Prefix:
             wire.check_descriptors(header, len(descriptors))
             for entry in header.regions:
                 if entry.kind != "memfd":
-                    raise NotShareableError(f"a prefix in memory of kind {entry.kind} cannot be forked yet")
+                    raise NotShareableError(
+                        f"a prefix in memory of kind {entry.kind} cannot be forked, nothing there is"
+                        " copy-on-write",
+                        hint="prefixes lie on the host: keep the cache there (offload_kqv=False)",
+                    )
                 if entry.offset % mmap.PAGESIZE:
                     raise RemoteProtocolError(f"a region at {entry.offset} does not start at a page")
                 self._require_frozen("a region", entry.fd, entry.offset + entry.size)

@@ -30,6 +30,7 @@ from typing import Any
 from kvshare import fds, mapping, wire
 from kvshare._native import loader, signatures
 from kvshare._native.context import FLASH_ATTN, TYPES, Context, Model
+from kvshare.device import DevicePlace
 from kvshare.errors import (
     DescriptorError,
     KvshareError,
@@ -116,25 +117,18 @@ class Offer:
 
         *Ownership*: takes the descriptors, and closes them if it raises.
         """
-        self._mappings: list[mapping.Mapping] | None = None
+        self._mappings: list[mapping.AnyMapping] | None = None
         self._fds = list(descriptors)
         try:
             wire.check_descriptors(header, len(descriptors))
-            for entry in header.regions:
-                if entry.kind != "memfd":
-                    raise NotShareableError(f"regions of kind {entry.kind} cannot be imported yet")
-                fd = descriptors[entry.fd].fileno()
-                fds.require_seals(fd)
-                if entry.offset + entry.size > fds.fd_size(fd):
-                    raise RemoteProtocolError(
-                        f"region of {entry.size} bytes at {entry.offset} exceeds its descriptor "
-                        f"of {fds.fd_size(fd)} bytes"
-                    )
             self.header = header
+            self._places = [_place(entry, descriptors[entry.fd].fileno()) for entry in header.regions]
             self._require_disjoint()
-            self.layout = Layout.from_parts(
-                header.params, [(entry.size, entry.layout) for entry in header.regions], header.layout
-            )
+            parts = [
+                (entry.size, entry.layout if place is None else place.tensors)
+                for entry, place in zip(header.regions, self._places, strict=True)
+            ]
+            self.layout = Layout.from_parts(header.params, parts, header.layout)
             if len(header.cells) != len(self.layout.caches):
                 raise RemoteProtocolError(
                     f"cells of {len(header.cells)} caches, the layout has {len(self.layout.caches)}"
@@ -189,21 +183,29 @@ class Offer:
         """Whether the decoder waits until the regions are unmapped and the connection is closed."""
         return bool(self.header.params.get("strict"))
 
-    def memory(self) -> list[tuple[int, int, int, int]]:
-        """Return what tells the memory of each region from any other: device, inode, offset, size."""
-        found = []
-        for entry in self.header.regions:
-            status = os.fstat(self._fds[entry.fd].fileno())
-            found.append((status.st_dev, status.st_ino, entry.offset, entry.size))
+    @property
+    def devices(self) -> list[str]:
+        """UUIDs of the GPUs that regions lie on, each once; empty if all lie on the host."""
+        return list(dict.fromkeys(place.device for place in self._places if place is not None))
+
+    def memory(self) -> list[tuple[object, int, int]]:
+        """Return what tells the memory of each region from any other: what it lies in, offset, size."""
+        found: list[tuple[object, int, int]] = []
+        for entry, place in zip(self.header.regions, self._places, strict=True):
+            whole = _inode(self._fds[entry.fd]) if place is None else place.identity
+            found.append((whole, entry.offset, entry.size))
         return found
 
     def _require_disjoint(self) -> None:
         """Check that no byte is shared twice, whatever descriptors it is shared by."""
-        for (*one, start, size), (*other, next_start, _) in pairwise(sorted(self.memory())):
-            if one == other and next_start < start + size:
-                raise RemoteProtocolError("two regions overlap in one memory")
-        status = os.fstat(self._fds[self.header.ledger.fd].fileno())
-        if any((status.st_dev, status.st_ino) == (dev, ino) for dev, ino, *_ in self.memory()):
+        places: dict[object, list[tuple[int, int]]] = {}
+        for whole, offset, size in self.memory():
+            places.setdefault(whole, []).append((offset, size))
+        for each in places.values():
+            for (start, size), (next_start, _) in pairwise(sorted(each)):
+                if next_start < start + size:
+                    raise RemoteProtocolError("two regions overlap in one memory")
+        if _inode(self._fds[self.header.ledger.fd]) in places:
             raise RemoteProtocolError("the ledger lies in the memory of a region")
 
     def native_regions(self) -> Any:
@@ -225,8 +227,15 @@ class Offer:
         """Return K and V of every layer; see `mapping.LayerView` for shapes.
 
         Write only the rows of the leased cells, `first_cell` on; call `ledger.begin` before the first.
+        Views of a region on a GPU are `device.DeviceView`s: arrays for PyTorch, CuPy and the like.
+        Synchronise the GPU before `ledger.advance`; `complete` does so itself.
 
-        *Ownership*: a view keeps its mapping alive, and `close` raises while one exists.
+        Raises:
+            LibraryError: a region lies on a GPU, and there is no CUDA driver, or it is too old.
+            NotShareableError: this process does not see the GPU.
+
+        *Ownership*: a view keeps its mapping alive, as does an array that is made of it, and `close` raises
+            while one exists.
         """
         return mapping.layer_views(self.layout, self._mapped())
 
@@ -284,12 +293,40 @@ class Offer:
         # an error's own frames may hold views
         self.close(leave_views=error is not None)
 
-    def _mapped(self) -> list[mapping.Mapping]:
+    def _mapped(self) -> list[mapping.AnyMapping]:
         if self._mappings is None:
-            self._mappings = mapping.map_regions(
-                self.layout, [(self._fds[entry.fd], entry.offset) for entry in self.header.regions]
-            )
+            regions = [(self._fds[entry.fd], entry.offset) for entry in self.header.regions]
+            self._mappings = mapping.map_regions(self.layout, regions, self._places)
         return self._mappings
+
+
+def _inode(fd: OwnedFd) -> tuple[int, int]:
+    status = os.fstat(fd.fileno())
+    return status.st_dev, status.st_ino
+
+
+def _place(entry: wire.RegionEntry, fd: int) -> DevicePlace | None:
+    """Check a region's entry against its descriptor; return where it lies, None for the host."""
+    if entry.kind == "cuda-vmm":
+        place = DevicePlace.from_json(entry.layout)
+        # the driver checks the rest: such a descriptor tells nothing
+        if entry.offset + entry.size > place.mapped_size:
+            raise RemoteProtocolError(
+                f"region of {entry.size} bytes at {entry.offset} exceeds its allocation "
+                f"of {place.mapped_size} bytes"
+            )
+        return place
+    if entry.kind != "memfd":
+        raise NotShareableError(
+            f"regions of kind {entry.kind} are not for providers", hint="share the memory itself, as cuda-vmm"
+        )
+    fds.require_seals(fd)
+    if entry.offset + entry.size > fds.fd_size(fd):
+        raise RemoteProtocolError(
+            f"region of {entry.size} bytes at {entry.offset} exceeds its descriptor "
+            f"of {fds.fd_size(fd)} bytes"
+        )
+    return None
 
 
 @contextlib.contextmanager

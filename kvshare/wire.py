@@ -59,7 +59,8 @@ class RegionEntry:
         fd: index into the descriptors of the message.
         offset: where the region starts in it, bytes.
         size: bytes, at least 1.
-        layout: JSON value that describes the tensors inside.
+        layout: JSON value that describes the tensors inside; of kind `cuda-vmm` it also says where they lie,
+            see `device.DevicePlace`.
         kind: one of `KINDS`.
     """
 
@@ -240,26 +241,38 @@ class ShareTemplate:
     Attributes:
         layout: as of `ShareHeader`, like the others.
         semantics: likewise.
+        semantics_digest: the same, 32 bytes.
         params: likewise.
         regions: likewise.
+        ledger: likewise.
+
+    Raises:
+        LocalProtocolError: a field breaks a rule; the text names it.
     """
 
     def __init__(
-        self, *, layout: str, semantics: str, params: Mapping[str, Scalar], regions: tuple[RegionEntry, ...]
+        self,
+        *,
+        layout: str,
+        semantics: str,
+        params: Mapping[str, Scalar],
+        regions: tuple[RegionEntry, ...],
+        ledger: LedgerEntry,
     ) -> None:
         self.layout = layout
         self.semantics = semantics
         self.params = params
         self.regions = regions
-        self._common: str | None = None
+        self.ledger = ledger
+        header = self.header(share_id=1, cells=(), expires_ms=0)
+        encode(header)  # checks all of it
+        self.semantics_digest = bytes.fromhex(semantics)
+        # the order of the keys, as of every message, is ascending
+        common = ("layout", "ledger", "params", "protocol", "regions", "semantics")
+        self._common = _members(_document(header), *common)
 
     def header(
-        self,
-        *,
-        share_id: int,
-        ledger: LedgerEntry,
-        cells: tuple[tuple[tuple[int, int], ...], ...],
-        expires_ms: int,
+        self, *, share_id: int, cells: tuple[tuple[tuple[int, int], ...], ...], expires_ms: int
     ) -> ShareHeader:
         """Return the header of one share."""
         return ShareHeader(
@@ -268,44 +281,25 @@ class ShareTemplate:
             semantics=self.semantics,
             params=self.params,
             regions=self.regions,
-            ledger=ledger,
+            ledger=self.ledger,
             cells=cells,
             expires_ms=expires_ms,
         )
 
-    def _is_of(self, header: ShareHeader) -> bool:
-        same = header.params is self.params and header.regions is self.regions
-        return same and (header.layout, header.semantics) == (self.layout, self.semantics)
+    def encode(self, share_id: int, cells: tuple[tuple[tuple[int, int], ...], ...], expires_ms: int) -> bytes:
+        """Return what `wire.encode` returns for the header of one share, at less cost.
 
-    def encode(self, header: ShareHeader) -> bytes:
-        """Return what `wire.encode` returns, at less cost for a header that was made by this template.
+        Args:
+            share_id: in range, as all of it: nothing is checked here but the length.
+            cells: by cache, ranges [from, to).
+            expires_ms: milliseconds.
 
         Raises:
-            LocalProtocolError: a field breaks a rule; the text names it.
+            LocalProtocolError: the message is too long.
         """
-        if not self._is_of(header):
-            return encode(header)
-        if self._common is None:
-            encode(header)  # checks all of it
-            self._common = _members(_document(header), "params", "protocol", "regions", "semantics")
-        document: dict[str, Any] = {
-            "cells": [[list(pair) for pair in cache] for cache in header.cells],
-            "expires_ms": header.expires_ms,
-            "layout": header.layout,
-            "ledger": vars(header.ledger),
-            "share_id": header.share_id,
-        }
-        try:
-            for i, cells in enumerate(document["cells"]):
-                _cells(cells, f"cells[{i}]")
-            _integer(document, "expires_ms", "", 0, _SHARE_ID_END)
-            _integer(document, "share_id", "", 1, _SHARE_ID_END)
-            _apart(document, "ledger", "", self.regions)
-        except ValueError as exc:
-            raise LocalProtocolError(f"{type(header).__name__}: {exc}") from exc
-        # the order of the keys, as of every message, is ascending
-        first, last = _members(document, "cells", "expires_ms", "layout", "ledger"), header.share_id
-        payload = f'{{{first},{self._common},"share_id":{last}}}'.encode()
+        listed = ",".join(["[" + ",".join([f"[{a},{b}]" for a, b in cache]) + "]" for cache in cells])
+        text = f'{{"cells":[{listed}],"expires_ms":{expires_ms},{self._common},"share_id":{share_id}}}'
+        payload = text.encode()
         if len(payload) > MAX_NBYTES:
             raise LocalProtocolError(f"message of {len(payload)} bytes exceeds the limit of {MAX_NBYTES}")
         return payload
@@ -665,7 +659,7 @@ class ShareState(enum.Enum):
     @property
     def live(self) -> bool:
         """Whether the share still holds its cells: something can follow."""
-        return bool(TRANSITIONS[self])
+        return self is ShareState.ISSUED or self is ShareState.FILLING or self is ShareState.COMPLETE
 
 
 _ENDS = frozenset({ShareState.FAILED, ShareState.RELEASED, ShareState.EXPIRED})

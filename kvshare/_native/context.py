@@ -168,6 +168,7 @@ class Context:
         self.model = model
         self.library = model.library
         self._pointer = pointer
+        self._handle = ctypes.cast(pointer, signatures.ContextPointer)
         self._owner = owner
         model._contexts.add(self)
 
@@ -256,7 +257,9 @@ class Context:
     @property
     def handle(self) -> Any:
         """The same pointer, of the type that our signature table wants."""
-        return ctypes.cast(self.pointer, signatures.ContextPointer)
+        if self._pointer is None:
+            raise LocalProtocolError("this context is closed")
+        return self._handle
 
     @property
     def memory(self) -> Any:

@@ -9,9 +9,11 @@ from kvshare.errors import (
     LedgerDigestError,
     LedgerError,
     LedgerIncompleteError,
+    LedgerPendingError,
     NativeError,
     NoFreeCellsError,
     NotShareableError,
+    ReplayError,
     SequenceInUseError,
 )
 
@@ -27,6 +29,9 @@ _FAMILIES: dict[int, type[KvshareError]] = {
     -7: LedgerError,
     -8: LedgerDigestError,
     -11: LedgerIncompleteError,
+    -12: LedgerPendingError,
+    -13: ReplayError,
+    -14: LedgerError,
 }
 
 

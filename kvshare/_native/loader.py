@@ -236,7 +236,10 @@ def _import_bindings(file: Path) -> Any:
     try:
         return importlib.import_module("llama_cpp.llama_cpp")
     except (OSError, RuntimeError, FileNotFoundError) as error:
-        raise LibraryError(f"cannot load {file}: {error}", hint="run `kvshare doctor`") from error
+        hint = "run `kvshare doctor`"
+        if "libcuda.so" in str(error):
+            hint = "it was built with CUDA: install the NVIDIA driver, or build one without, `kvshare build`"
+        raise LibraryError(f"cannot load {file}: {error}", hint=hint) from error
     finally:
         if before is None:
             del os.environ["LLAMA_CPP_LIB_PATH"]
@@ -282,6 +285,7 @@ def _require_abi(module: Any, path: Path, abi: signatures.Abi) -> None:
         "sizeof_region": ctypes.sizeof(signatures.Region),
         "sizeof_range": ctypes.sizeof(signatures.Range),
         "sizeof_adopted": ctypes.sizeof(signatures.Adopted),
+        "sizeof_issued": ctypes.sizeof(signatures.Issued),
         "sizeof_model_params": ctypes.sizeof(module.llama_model_params),
         "sizeof_context_params": ctypes.sizeof(module.llama_context_params),
         "sizeof_batch": ctypes.sizeof(module.llama_batch),

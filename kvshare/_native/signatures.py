@@ -20,12 +20,13 @@ from ctypes import (
     c_uint8,
     c_uint32,
     c_uint64,
+    c_void_p,
 )
 from typing import Any, NamedTuple
 
 from kvshare._native import errcheck
 
-ABI = 2
+ABI = 3
 """LLAMA_KV_SHARE_ABI that this package speaks."""
 
 KIND_MEMFD = 0
@@ -38,6 +39,7 @@ class Context(ctypes.Structure):
 
 ContextPointer = POINTER(Context)
 Digest = c_uint8 * 32
+Uuid = c_uint8 * 16
 
 
 class Abi(ctypes.Structure):
@@ -50,6 +52,7 @@ class Abi(ctypes.Structure):
         ("sizeof_region", c_uint32),
         ("sizeof_range", c_uint32),
         ("sizeof_adopted", c_uint32),
+        ("sizeof_issued", c_uint32),
         ("sizeof_model_params", c_uint32),
         ("sizeof_context_params", c_uint32),
         ("sizeof_batch", c_uint32),
@@ -105,6 +108,12 @@ class Adopted(ctypes.Structure):
     _fields_ = [("n_tokens", c_uint64), ("bytes_in_place", c_uint64), ("bytes_moved", c_uint64)]
 
 
+class Issued(ctypes.Structure):
+    """struct llama_kv_share_issued."""
+
+    _fields_ = [("ledger_fd", c_int32), ("ledger_size", c_uint64), ("semantics", Digest)]
+
+
 class Function(NamedTuple):
     """A C function: its result type, argument types and error checker."""
 
@@ -143,6 +152,16 @@ FUNCTIONS: dict[str, Function] = {
     "llama_kv_share_regions": Function(
         c_int64, [ContextPointer, c_int32, POINTER(Region), c_size_t], errcheck.status
     ),
+    # int32_t llama_kv_share_device(
+    #     struct llama_context * ctx, llama_seq_id seq_id, uint32_t i_region,
+    #     uint8_t uuid[16], uint64_t * mapped, uint64_t * memory);
+    "llama_kv_share_device": Function(
+        c_int32,
+        [ContextPointer, c_int32, c_uint32, POINTER(Uuid), POINTER(c_uint64), POINTER(c_uint64)],
+        errcheck.status,
+    ),
+    # int32_t llama_kv_share_dma_buf(struct llama_context * ctx, llama_seq_id seq_id, uint32_t i_region);
+    "llama_kv_share_dma_buf": Function(c_int32, [ContextPointer, c_int32, c_uint32], errcheck.status),
     # int64_t llama_kv_share_layout(
     #     struct llama_context * ctx, llama_seq_id seq_id, char * text, size_t size, uint8_t digest[32]);
     "llama_kv_share_layout": Function(
@@ -157,6 +176,47 @@ FUNCTIONS: dict[str, Function] = {
     #     struct llama_context * ctx, llama_seq_id seq_id, uint32_t n_tokens, uint32_t n_prefix);
     "llama_kv_share_reserve": Function(
         c_int32, [ContextPointer, c_int32, c_uint32, c_uint32], errcheck.status
+    ),
+    # int64_t llama_kv_share_issue_ledger(
+    #     struct llama_context * ctx, llama_seq_id seq_id, uint64_t share_id, uint32_t n_tokens,
+    #     const llama_token * prefix, uint32_t n_prefix, bool strict,
+    #     struct llama_kv_share_issued * issued, struct llama_kv_share_range * ranges, size_t n_max);
+    "llama_kv_share_issue_ledger": Function(
+        c_int64,
+        [
+            ContextPointer,
+            c_int32,
+            c_uint64,
+            c_uint32,
+            c_void_p,
+            c_uint32,
+            c_bool,
+            POINTER(Issued),
+            POINTER(Range),
+            c_size_t,
+        ],
+        errcheck.status,
+    ),
+    # int32_t llama_kv_share_prepare(struct llama_context * ctx);
+    "llama_kv_share_prepare": Function(c_int32, [ContextPointer], errcheck.status),
+    # int32_t llama_kv_share_look(
+    #     struct llama_context * ctx, llama_seq_id seq_id, uint64_t * n_filled, char * error, size_t size);
+    "llama_kv_share_look": Function(
+        c_int32, [ContextPointer, c_int32, POINTER(c_uint64), c_char_p, c_size_t], errcheck.status
+    ),
+    # int32_t llama_kv_share_check(
+    #     struct llama_context * ctx, llama_seq_id seq_id, const llama_token * tokens, uint32_t n_tokens,
+    #     bool any_semantics);
+    "llama_kv_share_check": Function(
+        c_int32, [ContextPointer, c_int32, c_void_p, c_uint32, c_bool], errcheck.status
+    ),
+    # int32_t llama_kv_share_settle(
+    #     struct llama_context * ctx, llama_seq_id seq_id, const llama_token * tokens, uint32_t n_tokens,
+    #     bool any_semantics, struct llama_kv_share_adopted * adopted);
+    "llama_kv_share_settle": Function(
+        c_int32,
+        [ContextPointer, c_int32, c_void_p, c_uint32, c_bool, POINTER(Adopted)],
+        errcheck.status,
     ),
     # int64_t llama_kv_share_lease(
     #     struct llama_context * ctx, llama_seq_id seq_id,

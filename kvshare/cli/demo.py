@@ -12,13 +12,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvshare.errors import KvshareError, LocalProtocolError, PeerClosedError
+from kvshare.errors import (
+    KvshareError,
+    LibraryError,
+    LocalProtocolError,
+    NotShareableError,
+    PeerClosedError,
+)
 
 if TYPE_CHECKING:
     from kvshare.cli import Subparsers
 
 DEFAULT_TOKENS = (251, 512, 1024)
 MAX_TOKENS = 100_000
+CUDA_BACKEND = "libggml-cuda.so"
 
 Rows = tuple[tuple[str, str, str], ...]  # of the table: name, key of a run, unit
 
@@ -43,12 +50,17 @@ examples:
   kvshare demo                          prompts of 251, 512 and 1,024 tokens, about a minute
   kvshare demo --tokens 251 3189        lengths of your choice
   kvshare demo --model my.gguf --json   another model, for programs
+  kvshare demo --gpu                    model and cache on a GPU, in both processes
   kvshare demo --server                 the same over HTTP, with a llama-server as the decoder
 
 What happens: a decoder process prefills each prompt locally, saves and restores it through a file,
 and forgets it (its cache is zeroed). Then a provider process, which was started on its own, maps the
 decoder's cache and prefills the same prompt straight into it; the decoder adopts the cells and goes
 on. Times are of this machine and this run.
+
+With --gpu the cache lies in the memory of a CUDA device, and so do the weights, once for each process; it
+needs a libllama that was built with CUDA (`kvshare build --cmake-arg=-DGGML_CUDA=ON`). Memory is that of
+the host, as ever.
 
 With --server the decoder is the patched llama-server, which is compiled the first time (about 10
 minutes on two cores), and the provider is `kvshare provider`. Save and restore are the server's own
@@ -72,9 +84,11 @@ def register(subparsers: Subparsers) -> None:
         epilog=_EPILOG,
         json_help="print one JSON object with all runs",
     )
-    parser.add_argument(
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
         "--server", action="store_true", help="let a llama-server be the decoder, and compare over HTTP"
     )
+    where.add_argument("--gpu", action="store_true", help="put model and cache on a GPU")
     parser.add_argument("--model", type=Path, metavar="GGUF", help="default: SmolLM2-135M-Instruct, fetched")
     parser.add_argument(
         "--tokens",
@@ -94,6 +108,7 @@ def run(args: argparse.Namespace) -> int:
     for n_tokens in args.tokens:
         if not 2 <= n_tokens <= MAX_TOKENS:
             raise LocalProtocolError(f"--tokens {n_tokens} is not in [2, {MAX_TOKENS}]")
+    gpu = _gpu() if args.gpu else None
     model = _model(args.model)
     if args.server:
         from kvshare.cli import demo_server, progress
@@ -102,8 +117,11 @@ def run(args: argparse.Namespace) -> int:
             report = demo_server.measure(model, args.tokens, args.threads, show)
         title, rows = demo_server.TITLE, demo_server.ROWS
     else:
-        report = measure(model, args.tokens, args.threads, args.log_level)
+        report = measure(model, args.tokens, args.threads, args.log_level, gpu=gpu is not None)
         title, rows = "one cache, two processes", _ROWS
+        if gpu is not None:
+            report["gpu"] = gpu
+            title = f"one cache on {gpu['name']}, two processes"
     if args.json:
         print(json.dumps(report))
     else:
@@ -111,8 +129,34 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report["ok"] else 1
 
 
+def _gpu() -> dict[str, str]:
+    """Return what the GPU is that llama.cpp begins with.
+
+    Raises:
+        KvshareError: there is none, or its memory cannot be shared, or libllama cannot use it.
+    """
+    from kvshare._native import cuda, loader
+
+    device, *_ = cuda.driver().devices()
+    if not (device.vmm and device.posix_fd):
+        raise NotShareableError(
+            f"the memory of {device.name} cannot be shared", hint="see what it lacks: `kvshare doctor`"
+        )
+    library = loader.find()
+    if not (library.parent / CUDA_BACKEND).is_file():
+        raise LibraryError(
+            f"{library} was built without CUDA", hint="run `kvshare build --cmake-arg=-DGGML_CUDA=ON`"
+        )
+    return {"name": device.name, "uuid": device.uuid}
+
+
 def measure(
-    model: Path, n_tokens: list[int], n_threads: int | None = None, log_level: str = "warning"
+    model: Path,
+    n_tokens: list[int],
+    n_threads: int | None = None,
+    log_level: str = "warning",
+    *,
+    gpu: bool = False,
 ) -> dict[str, Any]:
     """Run both processes; return the report that `--json` prints.
 
@@ -131,6 +175,7 @@ def measure(
             str(folder / "provider.sock"),
             json.dumps(n_tokens),
             str(n_threads or 0),
+            "-1" if gpu else "0",  # layers on the GPU; -1 is all
             log_level,
         ]
         environment = {**os.environ, loader.ENVIRONMENT: library}

@@ -17,6 +17,7 @@ import psutil
 from kvshare._native.context import Context, Logits, Model
 from kvshare.cli.demo_events import N_GENERATE, emit, main, prompt, timed, wait_for_go
 from kvshare.decoder import Decoder
+from kvshare.errors import NotShareableError
 
 TIMEOUT_S = 600.0
 
@@ -41,13 +42,17 @@ class _Local:
 
 def process(arguments: list[str]) -> None:
     """Run all prompts: first locally and through a file, then with the provider."""
-    model_path, socket_path, lengths, n_threads, _ = arguments
+    model_path, socket_path, lengths, n_threads, n_gpu_layers, _ = arguments
     all_lengths: list[int] = json.loads(lengths)
     n_ctx = -(-(max(all_lengths) + N_GENERATE) // 256) * 256
     with (
-        Model.open(model_path) as model,
+        Model.open(model_path, n_gpu_layers=int(n_gpu_layers)) as model,
         Decoder.open(model, n_ctx=n_ctx, n_threads=int(n_threads) or None) as decoder,
     ):
+        if int(n_gpu_layers) and not decoder.devices:
+            raise NotShareableError(
+                "llama.cpp did not put the cache on a GPU", hint="its log says why: --log-level debug"
+            )
         folder = Path(socket_path).parent
         local = [_run_locally(model, decoder.context, n, folder) for n in all_lengths]
         pss: dict[str, float] = {"one_process": _pss_mib(os.getpid())}

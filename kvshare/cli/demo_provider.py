@@ -16,8 +16,11 @@ TIMEOUT_S = 600.0
 
 def process(arguments: list[str]) -> None:
     """Serve a share for each prompt; keep each mapping until the next one, so that memory is comparable."""
-    model_path, socket_path, lengths, n_threads, _ = arguments
-    with Model.open(model_path) as model, fds.listen_unix(socket_path) as listener:
+    model_path, socket_path, lengths, n_threads, n_gpu_layers, _ = arguments
+    with (
+        Model.open(model_path, n_gpu_layers=int(n_gpu_layers)) as model,
+        fds.listen_unix(socket_path) as listener,
+    ):
         emit("listening")
         with contextlib.ExitStack() as last:
             for n_tokens in json.loads(lengths):

@@ -22,6 +22,9 @@ examples:
   kvshare doctor --json                            the same for programs
 
 The library is searched in this order: --library, $KVSHARE_LIBRARY, the cached build.
+GPUs are named with what sharing a cache in their memory needs: memory that is made and mapped in two steps
+(VMM), and descriptors for it. No CUDA driver is no problem: caches on the host do not need one.
+
 Exit status 0 if caches can be shared on this machine, else that of the first problem.
 """
 
@@ -64,9 +67,12 @@ def register(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run `kvshare doctor`."""
     checks, library, status = _checks(args.library)
+    gpu, seen = _gpu(library)
+    checks += seen
     ok = all(check.ok for check in checks)
     if args.json:
-        print(json.dumps({"ok": ok, "library": library, "checks": [asdict(check) for check in checks]}))
+        found = [asdict(check) for check in checks]
+        print(json.dumps({"ok": ok, "library": library, "gpu": gpu, "checks": found}))
     else:
         _print(checks)
     return 0 if ok else status
@@ -157,6 +163,42 @@ def _library(path: str | None) -> tuple[dict[str, Any] | None, list[Check], int]
         Check("backends", bool(backends), ", ".join(backends) or "none", "build with a backend"),
     ]
     return facts, checks, KvshareError.exit_code
+
+
+def _gpu(library: dict[str, Any] | None) -> tuple[dict[str, Any], list[Check]]:
+    """Return the facts of the GPUs, and a line for each; none of it is a problem of the host.
+
+    Args:
+        library: the facts of the library, which may have been built without CUDA; None if there is none.
+    """
+    from kvshare._native import cuda
+
+    facts: dict[str, Any] = {
+        "cuda": None,
+        "kernel_module": cuda.kernel_module_version(),
+        "error": None,
+        "devices": [],
+    }
+    try:
+        driver = cuda.driver()
+        devices = driver.devices()
+    except KvshareError as error:
+        facts["error"] = str(error)
+        return facts, [Check("gpu", True, str(error))]
+    facts |= {"cuda": driver.version, "devices": [asdict(device) for device in devices]}
+    module = f", kernel module {facts['kernel_module']}" if facts["kernel_module"] else ""
+    checks = [Check("cuda driver", True, f"CUDA {driver.version}{module}")]
+    if library and not any(name.startswith("CUDA") for name in library["backends"]):
+        found = "not in this library; for caches on a GPU: kvshare build --cmake-arg=-DGGML_CUDA=ON"
+        checks.append(Check("cuda backend", True, found))
+    for device in devices:
+        support = {"VMM": device.vmm, "descriptors": device.posix_fd, "dma-buf": device.dma_buf}
+        named = ", ".join(name if there else f"no {name}" for name, there in support.items())
+        use = "can be shared" if device.vmm and device.posix_fd else "cannot be shared"
+        size = f"{device.memory_nbytes / 2**30:.1f} GiB, compute {device.compute_capability}"
+        found = f"{device.name}, {device.uuid}, {size}: its memory {use} ({named})"
+        checks.append(Check(f"gpu {device.ordinal}", True, found))
+    return facts, checks
 
 
 def _descriptor_limit() -> int:

@@ -32,6 +32,7 @@ from kvshare import (
     fds,
 )
 from kvshare._native import loader
+from kvshare.mapping import Mapping
 from kvshare.wire import ShareState
 from tests.native.handoff import ProviderProcess, random_tokens
 from tests.native.test_service import Engine, ServiceProcess
@@ -357,6 +358,7 @@ def test_a_decoder_that_forgot(kind: Model) -> None:
 def touch(offer: Offer) -> None:
     """Change every byte of the memory."""
     for mapping in offer._mapped():
+        assert isinstance(mapping, Mapping)
         data = np.frombuffer(mapping.buffer, np.uint8)
         data ^= 1
         del data

@@ -28,6 +28,7 @@ from kvshare.errors import (
     LedgerIncompleteError,
     SequenceInUseError,
 )
+from kvshare.mapping import Mapping
 from tests.native.handoff import random_tokens, shared_bytes
 
 pytestmark = pytest.mark.native
@@ -50,7 +51,9 @@ class Writer:
     """
 
     def __init__(self, offer: Offer) -> None:
-        self._memory = [np.frombuffer(each.buffer, np.uint16) for each in offer._mapped()]
+        self._memory = [
+            np.frombuffer(each.buffer, np.uint16) for each in offer._mapped() if isinstance(each, Mapping)
+        ]
         self._stop = threading.Event()
         self._n_passes = 0
         self._thread = threading.Thread(target=self._run)

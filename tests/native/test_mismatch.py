@@ -10,7 +10,7 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -25,9 +25,11 @@ from kvshare import (
     SemanticsMismatchError,
     fds,
     importing,
+    wire,
 )
+from kvshare._native import signatures
 from kvshare.ledger import LedgerState
-from kvshare.wire import ShareHeader
+from kvshare.wire import ShareHeader, ShareTemplate
 from tests.native.handoff import ProviderProcess, decode_each, random_tokens, shared_bytes
 
 pytestmark = pytest.mark.native
@@ -57,6 +59,21 @@ def assert_still_shares(
     assert [x.tobytes() for x in here] == [x.tobytes() for x in there]
 
 
+class ChangedTemplate:
+    """Encodes other headers than the share has."""
+
+    def __init__(self, template: Any, change: Callable[[ShareHeader], ShareHeader]) -> None:
+        self._template = template
+        self._change = change
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._template, name)
+
+    def encode(self, share_id: int, cells: Any, expires_ms: int) -> bytes:
+        header = self._template.header(share_id=share_id, cells=cells, expires_ms=expires_ms)
+        return wire.encode(self._change(header))
+
+
 def refused(
     decoder: Decoder,
     provider: ProviderProcess,
@@ -69,7 +86,7 @@ def refused(
     prompt = random_tokens(decoder.context.model, N_PROMPT)
     with decoder.share(n_tokens=N_PROMPT) as share:
         before = shared_bytes(share)
-        share.header = change(share.header)
+        share._template = cast("ShareTemplate", ChangedTemplate(share._template, change))
         answer = provider.serve(share, path, prompt, **options)
         record = share.ledger.snapshot()
         assert record.state is LedgerState.FAILED
@@ -165,12 +182,18 @@ def test_another_abi(decoder: Decoder, provider: ProviderProcess, tiny_path: Pat
     """A header as a decoder of a later ABI sends it, right in itself."""
 
     def change(header: ShareHeader) -> ShareHeader:
-        layout = dataclasses.replace(decoder.layout, abi=3)
-        return dataclasses.replace(header, layout=layout.digest(), params={**header.params, "abi": 3})
+        layout = dataclasses.replace(decoder.layout, abi=signatures.ABI + 1)
+        return dataclasses.replace(
+            header, layout=layout.digest(), params={**header.params, "abi": signatures.ABI + 1}
+        )
 
     answer = refused(decoder, provider, tiny_path, change=change)
     assert answer["error"] == "LayoutMismatchError"
-    assert (answer["field"], answer["expected"], answer["found"]) == ("abi", 3, 2)
+    assert (answer["field"], answer["expected"], answer["found"]) == (
+        "abi",
+        signatures.ABI + 1,
+        signatures.ABI,
+    )
     assert_still_shares(decoder, provider, tiny_path, PARAMS)
 
 

@@ -488,19 +488,24 @@ def test_no_program_inherits_them(server: Server, model_path: Path, tokens: list
 
 # -- who is killed -------------------------------------------------------------------------------
 
-STATE, N_FILLED = slice(88, 92), slice(96, 104)  # of the ledger
+SHARE_ID, STATE, N_FILLED = slice(16, 24), slice(88, 92), slice(96, 104)  # of the ledger
 
 
 class Watch:
     """The ledger of a server's live share, seen through its descriptor."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, share_id: int) -> None:
         (found,) = (
             entry
             for entry in Path(f"/proc/{server.process.pid}/fd").iterdir()
-            if "memfd:kvshare-ledger" in os.readlink(entry)
+            if "memfd:kvshare-ledger" in os.readlink(entry) and self._is_of(entry, share_id)
         )
         self._fd = fds.OwnedFd(os.open(found, os.O_RDONLY))
+
+    @staticmethod
+    def _is_of(entry: Path, share_id: int) -> bool:
+        with entry.open("rb") as ledger:  # there is one for the next share as well
+            return int.from_bytes(ledger.read(SHARE_ID.stop)[SHARE_ID], "little") == share_id
 
     def _read(self, field: slice) -> int:
         return int.from_bytes(os.pread(self._fd.fileno(), field.stop - field.start, field.start), "little")
@@ -527,9 +532,10 @@ def at_work(
     """Share with a provider and yield when it has come so far: share id, ledger, the job's connection."""
     status, offer = share(server, 0, provider.path.name, n_tokens=len(provider.tokens))
     assert status == 200, (offer, provider.stderr())
-    with contextlib.closing(Watch(server)) as watch, provider.job(offer["share_id"]) as engine:
+    share_id = offer["share_id"]
+    with contextlib.closing(Watch(server, share_id)) as watch, provider.job(share_id) as engine:
         until(lambda: watch.reached(step, len(provider.tokens)))
-        yield offer["share_id"], watch, engine
+        yield share_id, watch, engine
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -205,7 +205,7 @@ def test_other_tokens(server: Server, model: Model, slot: int, tokens: list[int]
         wrong = [*tokens[:49], tokens[49] + 1]
         status, answer = server.slot(slot, "adopt", {"share_id": offer["share_id"], "tokens": wrong})
         assert status == 409, answer
-        assert "token digest" in answer["error"]["message"]
+        assert "tokens_sha256" in answer["error"]["message"]
     assert server.completion(tokens[:50], id_slot=slot)["timings"]["cache_n"] == 0
 
 

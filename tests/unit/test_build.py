@@ -139,6 +139,7 @@ def test_target_is_added_to_the_same_build(toy: Toy) -> None:
 
 
 def test_options_win_over_defaults_and_name_the_build(toy: Toy) -> None:
+    toy.tool("nvcc", "exit 0")
     plain = build.build()
     same = build.build(cmake_args=["-DGGML_CUDA:BOOL=ON", "LLAMA_OPENSSL=ON", "-Wno-dev"])
     assert same.path != plain.path
@@ -235,6 +236,75 @@ def test_named_compiler_is_missing(toy: Toy, monkeypatch: pytest.MonkeyPatch) ->
         build.build()
     with pytest.raises(BuildError, match="other-compiler"):
         build.build(cmake_args=["-DCMAKE_CXX_COMPILER=other-compiler"])
+
+
+NVCC = "echo 'nvcc: NVIDIA (R) Cuda compiler driver'; echo 'Cuda compilation tools, release 13.0, V13.0.88'"
+CUDA = ["-DGGML_CUDA=ON", "-DCMAKE_CUDA_ARCHITECTURES=90"]
+
+
+@pytest.fixture
+def no_nvcc(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the toolkit is installed."""
+    monkeypatch.setenv("PATH", f"{toy.bin}:{few_tools(toy)}")
+    monkeypatch.delenv("CUDACXX", raising=False)
+    monkeypatch.setattr(build, "_USUAL_NVCC", ())
+
+
+def few_tools(toy: Toy) -> Path:
+    """What the stand-ins need, and nothing else of the machine."""
+    folder = toy.bin.parent / "few"
+    folder.mkdir()
+    for name in ("sh", "mkdir", "touch", "rm"):
+        (folder / name).symlink_to(shutil.which(name) or name)
+    return folder
+
+
+@pytest.mark.usefixtures("no_nvcc")
+def test_nvcc_is_missing(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before anything is fetched or compiled, with what to do."""
+    with pytest.raises(BuildError, match=r"no CUDA compiler \(nvcc\)") as error:
+        build.build(cmake_args=CUDA)
+    assert "install the CUDA toolkit" in (error.value.hint or "")
+    usual = tmp_path / "nvcc"
+    usual.touch()
+    monkeypatch.setattr(build, "_USUAL_NVCC", (str(usual),))
+    with pytest.raises(BuildError) as error:
+        build.build(cmake_args=["GGML_CUDA:BOOL=1"])
+    assert error.value.hint == f"name it: --cmake-arg=-DCMAKE_CUDA_COMPILER={usual}"
+    assert toy.calls() == []
+    assert toy.downloads == 0
+    build.build(cmake_args=["-DGGML_CUDA=OFF"])
+
+
+@pytest.mark.usefixtures("no_nvcc")
+def test_nvcc_that_is_named(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy.tool("my-nvcc", NVCC)
+    nvcc = str(toy.bin / "my-nvcc")
+    info = build.build(cmake_args=[*CUDA, f"-DCMAKE_CUDA_COMPILER={nvcc}"])
+    assert info.compiler == "toy compiler 1; Cuda compilation tools, release 13.0, V13.0.88"
+    monkeypatch.setenv("CUDACXX", nvcc)
+    assert build.build(cmake_args=CUDA).path != info.path
+    with pytest.raises(BuildError, match="no CUDA compiler"):
+        build.build(cmake_args=[*CUDA, f"-DCMAKE_CUDA_COMPILER={tmp_path}/none"])
+
+
+@pytest.mark.usefixtures("no_nvcc")
+def test_key_of_a_cuda_build(toy: Toy) -> None:
+    """It follows nvcc, and the GPUs of the machine where CMake is to compile for these."""
+    host = build.build().path
+    toy.tool("nvcc", NVCC)
+    named, native = build.build(cmake_args=CUDA), build.build(cmake_args=CUDA[:1])
+    assert len({host, named.path, native.path}) == 3
+    assert named.compiler.endswith("V13.0.88")
+    assert native.compiler.endswith("V13.0.88, for no GPU")
+    toy.tool("nvidia-smi", "[ $1 = --query-gpu=compute_cap ] && echo 9.0 && echo 8.6 && echo 9.0")
+    here = build.build(cmake_args=CUDA[:1])
+    assert here.compiler.endswith(", for 8.6 9.0")
+    assert here.path != native.path
+    assert build.build(cmake_args=CUDA).path == named.path
+    toy.tool("nvcc", NVCC.replace("88", "99"))
+    assert build.build(cmake_args=CUDA).path != named.path
+    assert build.build().path == host
 
 
 def test_no_space(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:

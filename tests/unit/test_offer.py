@@ -236,11 +236,18 @@ def test_a_socket_in_place_of_memory(decoder: FakeDecoder, share: FakeShare, lin
         Offer.receive(link[1], deadline=soon())
 
 
-def test_memory_that_nobody_can_import_yet(decoder: FakeDecoder, share: FakeShare, link: Link) -> None:
-    region = dataclasses.replace(share.header.regions[0], kind="cuda-vmm")
+@pytest.mark.parametrize(
+    ("kind", "error", "said"),
+    [("dma-buf", NotShareableError, "dma-buf"), ("cuda-vmm", RemoteProtocolError, "not an object")],
+)
+def test_a_region_of_another_kind_than_it_has(
+    decoder: FakeDecoder, share: FakeShare, link: Link, kind: str, error: type[KvshareError], said: str
+) -> None:
+    """A dma-buf is for other drivers; a memfd says nothing of a GPU."""
+    region = dataclasses.replace(share.header.regions[0], kind=kind)
     header = dataclasses.replace(share.header, regions=(region,))
     send_framed(link[0], wire.encode(header), descriptors(decoder, share))
-    with pytest.raises(NotShareableError, match="cuda-vmm"):
+    with pytest.raises(error, match=said):
         Offer.receive(link[1], deadline=soon())
 
 
