@@ -28,9 +28,10 @@ import numpy as np
 
 from benchmarks import measure
 from kvshare import fds
+from kvshare._native import loader
 from kvshare._native.context import Model
 from kvshare.decoder import Decoder, Share
-from kvshare.errors import KvshareError
+from kvshare.errors import KvshareError, ModelError
 from kvshare.provider import Offer, WarmProvider
 
 TIMEOUT_S = 120.0
@@ -41,6 +42,18 @@ def prompt(n_vocab: int, n_tokens: int) -> list[int]:
     """Return the prompt of a length, the same in each process."""
     found: list[int] = np.random.default_rng(n_tokens).integers(0, n_vocab, n_tokens).tolist()
     return found
+
+
+def open_model(path: Path, n_gpu_layers: int = ALL_LAYERS) -> Model:
+    """Open a model on the first GPU that this process sees; llama.cpp would spread it over all of them."""
+    library = loader.load()
+    params = library.llama.llama_model_default_params()
+    params.n_gpu_layers = n_gpu_layers
+    params.split_mode = library.llama.LLAMA_SPLIT_MODE_NONE
+    pointer = library.llama.llama_model_load_from_file(os.fsencode(path), params)
+    if not pointer:
+        raise ModelError(f"llama.cpp cannot load {path}")
+    return Model(library, pointer, owned=True)
 
 
 class ChildProcess(measure.Child):
@@ -176,7 +189,7 @@ def _tensors(offer: Offer) -> list[Any]:
 def main() -> int:
     """Serve until standard input is closed."""
     path, model, n_gpu_layers = sys.argv[1:]
-    with fds.listening(Path(path)) as listener, Model.open(model, n_gpu_layers=int(n_gpu_layers)) as opened:
+    with fds.listening(Path(path)) as listener, open_model(Path(model), int(n_gpu_layers)) as opened:
         jobs = Jobs(listener, opened)
         print("{}", flush=True)
         measure.answer_jobs(jobs.handle)
