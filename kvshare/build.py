@@ -63,6 +63,7 @@ _DEFAULTS = {
     "LLAMA_BUILD_APP": "OFF",
     "LLAMA_OPENSSL": "OFF",
 }
+_LIBSTDCXX = "libstdc++.so.6"
 _USUAL_NVCC = ("/usr/local/cuda/bin/nvcc", "/opt/cuda/bin/nvcc")
 _STEP = re.compile(r"\[\s*(\d+)(?:/(\d+)|%)\]")
 _LOG_TAIL = 30
@@ -203,6 +204,8 @@ def build(
     series = patches.load_series()
     checkout = _checkout(source, series) if source else None
     definitions, flags = _options(cmake_args, commit=None if source else pin.commit)
+    if _is_on(definitions.get("GGML_CUDA", "")):
+        definitions = _standard_library(definitions) | definitions
     options = [*(f"-D{name}={value}" for name, value in sorted(definitions.items())), *flags]
     machine = _machine()
     key = _key([pin.sdist_sha256, patches.series_id(series), options, str(source), compiler, machine])
@@ -394,15 +397,47 @@ def _tools(cmake_args: Sequence[str]) -> tuple[str, str]:
     if shutil.which("ninja") is None and shutil.which("make") is None:
         raise BuildError("neither ninja nor make on this machine", hint=f"run `{INSTALL_TOOLS}`")
     definitions, _ = _options(cmake_args, commit=None)
+    compiler = _compiler(definitions)
+    version = _output(compiler, "--version").partition("\n")[0].strip() or compiler
+    if _is_on(definitions.get("GGML_CUDA", "")):
+        version = f"{version}; {_cuda_compiler(definitions)}"
+    return cmake, version
+
+
+def _compiler(definitions: Mapping[str, str]) -> str:
+    """Return the path of the C++ compiler that CMake takes."""
     named = definitions.get("CMAKE_CXX_COMPILER") or os.environ.get("CXX")
     candidates = [shlex.split(named)[0]] if named else ["c++", "g++", "clang++"]
     compiler = next(filter(None, map(shutil.which, candidates)), None)
     if compiler is None:
         raise BuildError(f"no C++ compiler ({' or '.join(candidates)})", hint=f"run `{INSTALL_TOOLS}`")
-    version = _output(compiler, "--version").partition("\n")[0].strip() or compiler
-    if _is_on(definitions.get("GGML_CUDA", "")):
-        version = f"{version}; {_cuda_compiler(definitions)}"
-    return cmake, version
+    return compiler
+
+
+def _standard_library(definitions: Mapping[str, str]) -> dict[str, str]:
+    """Return definitions for a compiler that would take the static libstdc++, as those of CUDA's images do.
+
+    Each library then has streams and locales of its own, and a process with another libstdc++ in it (Python
+    packages, cuBLAS) dies in one of them.
+    """
+    compiler = _compiler(definitions)
+    with tempfile.TemporaryDirectory(prefix="kvshare-") as folder:
+        source, made = Path(folder, "probe.cpp"), Path(folder, "probe.so")
+        source.write_text(
+            "#include <sstream>\nstd::string f(int i) { std::ostringstream s; s << i; return s.str(); }\n"
+        )
+
+        def is_shared(*options: str) -> bool:
+            made.unlink(missing_ok=True)
+            command = [compiler, "-shared", "-fPIC", "-o", str(made), str(source), *options]
+            done = subprocess.run(command, capture_output=True, check=False)
+            return done.returncode == 0 and made.is_file() and _LIBSTDCXX.encode() in made.read_bytes()
+
+        if is_shared() or not is_shared(f"-l:{_LIBSTDCXX}"):
+            return {}  # it is, or there is none
+    return dict.fromkeys(
+        ("CMAKE_CXX_STANDARD_LIBRARIES", "CMAKE_CUDA_STANDARD_LIBRARIES"), f"-l:{_LIBSTDCXX}"
+    )
 
 
 def _cuda_compiler(definitions: Mapping[str, str]) -> str:

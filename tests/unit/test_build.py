@@ -307,6 +307,24 @@ def test_key_of_a_cuda_build(toy: Toy) -> None:
     assert build.build().path == host
 
 
+@pytest.mark.usefixtures("no_nvcc")
+def test_a_compiler_that_would_take_the_static_standard_library(toy: Toy) -> None:
+    """With CUDA, other libraries of the process bring the shared one."""
+    toy.tool("nvcc", NVCC)
+    wanted = "-DCMAKE_CXX_STANDARD_LIBRARIES=-l:libstdc++.so.6"
+    assert wanted not in build.build(cmake_args=CUDA).cmake_args  # the stand-in links nothing
+    named = 'for name in "$@"; do [ "$before" = -o ] && out=$name; before=$name; done'
+    toy.tool("c++", f"{named}; echo toy compiler 2; echo NEEDED libstdc++.so.6 > ${{out:-/dev/null}}")
+    assert wanted not in build.build(cmake_args=CUDA).cmake_args
+    toy.tool("c++", f"{named}; echo toy compiler 3; echo NEEDED ${{before#-l:}} > ${{out:-/dev/null}}")
+    static = build.build(cmake_args=CUDA).cmake_args
+    assert wanted in static
+    assert wanted.replace("CXX", "CUDA") in static
+    assert wanted not in build.build().cmake_args
+    own = wanted.replace("=-l", "=-static -l")
+    assert own in build.build(cmake_args=[*CUDA, own]).cmake_args
+
+
 def test_no_space(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "shutil", SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=1 << 30)))
     with pytest.raises(BuildError, match=r"no disk space: .* has 1\.0 GiB free, 3\.0 GiB are needed"):
