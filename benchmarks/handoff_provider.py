@@ -73,6 +73,7 @@ class ProviderProcess(measure.Child):
         times.append(time.perf_counter())
         share.send(connection)
         times.append(time.perf_counter())
+        decoder.prepare()  # as `Share.wait` does
         self.ask(job="fill", n_tokens=n_tokens, accept=False)
         return share, {"share_us": (times[1] - times[0]) * 1e6, "send_us": (times[2] - times[1]) * 1e6}
 

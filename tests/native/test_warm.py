@@ -196,4 +196,5 @@ def test_descriptors_of_a_warm_context(tiny: Model) -> None:
         before = len(os.listdir("/proc/self/fd"))
         for seed in range(5):
             handoffs.hand_over(provider, 64, seed=seed)
+            handoffs.decoder.prepare()  # has a ledger ready, as it had before
             assert len(os.listdir("/proc/self/fd")) == before
