@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from kvshare._native import signatures
 from kvshare._native.loader import Library
 from tests.native.handoff import ROOT
 
