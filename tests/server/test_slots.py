@@ -235,6 +235,36 @@ def test_tokens(server: Server, tokens: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("members", "says"),
+    [
+        ('"tokens": [1 ,\n2, 3\t]', "unknown share"),
+        ('"x": "tokens", "tokens": [3]', "unknown share"),
+        ('"x": "\\"tokens\\": [1]", "tokens": [3]', "unknown share"),
+        ('"tokens": [1.5], "tokens": [1]', "unknown share"),
+        ('"tokens": [-0]', "unknown share"),
+        ('"tokens": [1], "tokens": [1.5]', "not an integer"),
+        ('"a": {"tokens": [1]}, "tokens": []', "missing, not an array, or empty"),
+        ('"a": {"tokens": [1]}', "missing, not an array, or empty"),
+        ('"tokens": [1.0]', "not an integer"),
+        ('"tokens": [1e2]', "not an integer"),
+        ('"tokens": [-1]', "out of range"),
+        ('"tokens": [4294967296]', "out of range"),
+        ('"tokens": [99999999999999999999]', "not an integer"),
+        ('"tokens": [01]', "not a JSON object"),
+        ('"tokens": [1,]', "not a JSON object"),
+        ('"tokens": [1 2]', "not a JSON object"),
+        ('"tokens": [1', "not a JSON object"),
+        ('"tokens": [1]]', "not a JSON object"),
+    ],
+)
+def test_tokens_are_read_as_json_is(server: Server, members: str, says: str) -> None:
+    """They are taken out of the body before the rest is parsed."""
+    status, answer = server.slot(0, "adopt", f'{{"share_id": 1, {members}}}'.encode())
+    assert status == 400
+    assert says in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"null", b'{"socket": 1}', b"\xff\xfe", b'{"socket": ""}']
 )
 def test_bodies(server: Server, body: bytes) -> None:
