@@ -69,6 +69,7 @@ from kvshare.errors import (
     LedgerDigestError,
     LedgerError,
     LedgerIncompleteError,
+    LedgerPendingError,
     LocalProtocolError,
     ReplayError,
 )
@@ -237,7 +238,8 @@ class LedgerRecord:
 
         Raises:
             ReplayError: the ledger, or its provider, speaks of another share.
-            LedgerIncompleteError: not complete, or not for all the tokens.
+            LedgerPendingError: not complete yet.
+            LedgerIncompleteError: the provider failed, or it is not for all the tokens.
             LedgerDigestError: other layout, semantics, prefix, tokens or bytes.
         """
         prefix = prefix or LedgerPrefix()
@@ -248,7 +250,7 @@ class LedgerRecord:
         if self.state is LedgerState.FAILED:
             raise LedgerIncompleteError(f"the provider failed: {self.error!r}")
         if self.state is not LedgerState.COMPLETE:
-            raise LedgerIncompleteError(
+            raise LedgerPendingError(
                 _differs("state", "complete", f"{self.state.name.lower()} at {self.n_filled} tokens")
             )
         for field in ("n_tokens", "n_filled"):

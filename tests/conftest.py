@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvshare import fds
+
 # machines are shared: how long an example takes says nothing
 settings.register_profile("kvshare", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvshare")
@@ -25,6 +27,13 @@ def _open_fds() -> dict[str, str]:
         with contextlib.suppress(FileNotFoundError):
             found[entry.name] = str(entry.readlink())
     return found
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder for sockets: their paths may have 107 bytes, and those of `tmp_path` can be longer."""
+    with fds.private_directory() as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)

@@ -57,6 +57,9 @@ class ProviderProcess:
             self.process = subprocess.Popen(
                 command, env=environment(), stdout=subprocess.PIPE, stderr=log, umask=0
             )
+        if kind == "provider":
+            assert self.process.stdout is not None
+            self.process.stdout.readline()  # it listens, and has opened what it needs for that
         until(lambda: path.exists() or self.process.poll() is not None)
         assert self.process.poll() is None, self.stderr()
 
@@ -112,12 +115,6 @@ def outcome(engine: socket.socket) -> wire.Outcome:
 @pytest.fixture(scope="module")
 def tokens(smollm2: Model) -> list[int]:
     return random_tokens(smollm2, N_TOKENS + N_REST)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with fds.private_directory() as made:
-        yield made
 
 
 def assert_serves(provider: ProviderProcess, decoder: Decoder, tokens: list[int]) -> None:

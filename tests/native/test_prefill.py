@@ -70,12 +70,6 @@ def assert_continues_alike(
     assert [each.tobytes() for each in here] == [each.tobytes() for each in there]
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with fds.private_directory() as made:
-        yield made
-
-
 # -- into a decoder's memory ---------------------------------------------------------------------
 
 

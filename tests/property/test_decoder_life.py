@@ -433,9 +433,11 @@ class DecoderLife(RuleBasedStateMachine):
         if not known.state.live:
             assert outcome == known.replay
         elif known.ledger is not LedgerState.COMPLETE:
-            assert outcome == "LedgerIncompleteError"
             if known.ledger is LedgerState.FAILED:
-                self.end(seq_id, ShareState.FAILED)  # else it lives on
+                assert outcome == "LedgerIncompleteError"
+                self.end(seq_id, ShareState.FAILED)
+            else:
+                assert outcome == "LedgerPendingError"  # it lives on
         elif tokens != known.filled:
             same_length = known.filled is not None and len(tokens) == len(known.filled)
             assert outcome == ("LedgerDigestError" if same_length else "LedgerIncompleteError")

@@ -92,13 +92,13 @@ def test_a_model_that_llama_cpp_refuses(program: Path, model_path: Path, tmp_pat
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_everything_ends_with_it(
-    program: Path, model_path: Path, tmp_path: Path, number: int, status: int
+    program: Path, model_path: Path, folder: Path, number: int, status: int
 ) -> None:
-    log = tmp_path / "stderr"
+    log = folder / "stderr"
     with log.open("w") as stderr:
         process = subprocess.Popen(
             command("--tokens", "600"),
-            env=environment(TMPDIR=str(tmp_path)),
+            env=environment(TMPDIR=str(folder)),
             stdout=subprocess.DEVNULL,
             stderr=stderr,
         )
@@ -116,5 +116,5 @@ def test_everything_ends_with_it(
             process.kill()
             process.wait()
     assert not psutil.wait_procs(children, timeout=10)[1], "a child is still there"
-    assert list(tmp_path.iterdir()) == [log]
+    assert list(folder.iterdir()) == [log]
     assert "Traceback" not in log.read_text()

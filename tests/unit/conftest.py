@@ -7,14 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshare import fds
 from kvshare.testing.http import FakeServer, FakeService
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with fds.private_directory() as path:
-        yield path
 
 
 @pytest.fixture

@@ -234,7 +234,8 @@ def read_ledger(data: bytes, prefix: LedgerPrefix) -> tuple[dict[str, Any] | Non
             prefix=prefix,
         )
     except KvshareError as error:
-        return found, next(kind for kind, each in KINDS.items() if type(error) is each)
+        kinds = {each: kind for kind, each in KINDS.items()}
+        return found, next(kinds[each] for each in type(error).__mro__ if each in kinds)
     return found, ""
 
 
