@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import measure
 from kvshare import build, patches
 from kvshare.cli import progress
 from kvshare.errors import BuildError, KvshareError
@@ -33,7 +34,7 @@ INCLUDES = ("include", "src", "ggml/include")
 DEFAULT_REPETITIONS = 21
 
 
-def measure(repetitions: int, show: Progress) -> list[dict[str, Any]]:
+def measure_all(repetitions: int, show: Progress) -> list[dict[str, Any]]:
     """Return `{"operation", "pin_ns", "series_ns", "ratio"}` of each operation.
 
     Raises:
@@ -82,12 +83,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--repetitions must be at least 1")
     try:
         with progress.shown() as show:
-            rows = measure(args.repetitions, show)
+            rows = measure_all(args.repetitions, show)
     except KvshareError as error:
-        print(f"cells: error: {error}", file=sys.stderr)
-        if error.hint:
-            print(f"hint: {error.hint}", file=sys.stderr)
-        return error.exit_code
+        return measure.complain("cells", error)
     if args.json:
         print(json.dumps({"repetitions": args.repetitions, "operations": rows}, indent=1))
         return 0

@@ -42,7 +42,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import stall
+from benchmarks import measure, stall
 from kvshare import build, fds, fetch, models, processes
 from kvshare._native.context import Model
 from kvshare.cli import progress
@@ -447,7 +447,7 @@ def in_process(
             Decoder.open(model, n_ctx=2 * n_ctx, n_seq_max=2, kv_unified=False, n_threads=len(ours))
         )
 
-        async def measure() -> None:
+        async def measure_turns() -> None:
             program = Program(decoder, listen)
             try:
                 for i in range(repetitions):
@@ -468,7 +468,7 @@ def in_process(
             for k in range(n_turns):
                 identical[k] &= found["kvshare"][k] == found["local"][k]
 
-        asyncio.run(measure())
+        asyncio.run(measure_turns())
     return {**summary(runs), "identical": sum(identical), "cpus": {"decoder": ours, "provider": theirs}}
 
 
@@ -551,10 +551,7 @@ def main(argv: list[str] | None = None) -> int:
                     "in_process": in_process(path, *sizes, show),
                 }
     except KvshareError as error:
-        print(f"conversation: error: {error}", file=sys.stderr)
-        if error.hint:
-            print(f"hint: {error.hint}", file=sys.stderr)
-        return error.exit_code
+        return measure.complain("conversation", error)
     if args.json:
         print(json.dumps(report, indent=1))
         return 0

@@ -31,12 +31,11 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +43,13 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import measure
 from kvshare import fds, fetch, models
 from kvshare._native import loader
 from kvshare._native.context import Context, Model
 from kvshare.cli import progress
 from kvshare.decoder import Decoder
-from kvshare.errors import KvshareError, PeerClosedError
+from kvshare.errors import KvshareError
 from kvshare.prefix import Prefix, list_prefixes
 from kvshare.store import PrefixServer, PrefixStore
 
@@ -116,7 +116,7 @@ def work(job: Job) -> None:
     with Model.open(job.model) as model:
         prompt, rest = prompt_of(model, job.n_tokens), rest_of(model, job.index)
         print("{}", flush=True)
-        start = float(sys.stdin.readline())
+        start = json.loads(sys.stdin.readline())["start"]
         with _context(job, model, prompt) as context:
             context.synchronize()
             ready, first = time.monotonic(), 0.0
@@ -173,57 +173,15 @@ def make(job: Job) -> None:
     print(json.dumps(answer), flush=True)
 
 
-class Worker:
-    """A process that does a job.
+def start_worker(job: Job) -> measure.Child:
+    """Return a process that does a job; the caller ends it."""
+    library = {loader.ENVIRONMENT: str(loader.load().path)}
+    return measure.Child("benchmarks.fanout", "--job", json.dumps(asdict(job)), environment=library)
 
-    *Ownership*: leaving the block ends it.
-    """
 
-    def __init__(self, job: Job) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.fanout", "--job", json.dumps(asdict(job))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, loader.ENVIRONMENT: str(loader.load().path)},
-        )
-
-    def tell(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-
-    def answer(self) -> dict[str, Any]:
-        """Return the next line that it says.
-
-        Raises:
-            PeerClosedError: it has ended; its own words are on stderr.
-        """
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise PeerClosedError("a worker has ended without a word")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def pss(self) -> int:
-        """Return its proportional memory, bytes."""
-        return int(psutil.Process(self._process.pid).memory_full_info().pss)
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+def _pss(worker: measure.Child) -> int:
+    """Return its proportional memory, bytes."""
+    return int(psutil.Process(worker.pid).memory_full_info().pss)
 
 
 # -- the measurement ---------------------------------------------------------------------------
@@ -251,15 +209,15 @@ class Run:
 def measure_once(job: Job, n_workers: int) -> Run:
     """Run some workers side by side."""
     with contextlib.ExitStack() as stack:
-        workers = [stack.enter_context(Worker(Job(**{**asdict(job), "index": i}))) for i in range(n_workers)]
+        workers = [stack.enter_context(start_worker(replace(job, index=i))) for i in range(n_workers)]
         for worker in workers:
             worker.answer()
-        before = sum(worker.pss() for worker in workers)
+        before = sum(_pss(worker) for worker in workers)
         start = time.monotonic()
         for worker in workers:
-            worker.tell(str(start))
+            worker.tell(start=start)
         answers = [worker.answer() for worker in workers]
-        after = sum(worker.pss() for worker in workers)
+        after = sum(_pss(worker) for worker in workers)
         return Run(
             ready_ms=[answer["ready_ms"] for answer in answers],
             first_token_ms=[answer["first_token_ms"] for answer in answers],
@@ -325,7 +283,7 @@ def _serving(socket: Path) -> Iterator[None]:
             thread.join()
 
 
-def measure(
+def measure_all(
     model: Path,
     n_tokens: int,
     numbers: Sequence[int],
@@ -347,14 +305,14 @@ def measure(
     with fds.private_directory() as folder, _serving(folder / "p.sock"):
         job = Job("make", str(model), n_tokens, str(folder / "p.sock"), str(folder / "state"))
         show("prefilling once, for prefix and file", 0, None)
-        with Worker(job) as maker:
+        with start_worker(job) as maker:
             made = maker.answer()
         runs: dict[int, dict[str, list[Run]]] = {n: {route: [] for route in ROUTES} for n in numbers}
         for n in numbers:
             for i in range(repetitions):
                 for route in ROUTES[i % 3 :] + ROUTES[: i % 3]:  # none is always the first
                     show(f"{n} workers, repetition {i + 1} of {repetitions}, {route}", 0, None)
-                    runs[n][route].append(measure_once(Job(**{**asdict(job), "route": route}), n))
+                    runs[n][route].append(measure_once(replace(job, route=route), n))
         made["prefix_mib_at_end"] = list_prefixes(job.socket)[0].nbytes / MIB
     return {
         "model": model.name,
@@ -405,12 +363,9 @@ def main(argv: list[str] | None = None) -> int:
         with progress.shown() as show:
             loader.load()
             model = args.model or models.fetch("smollm2", show)
-            report = measure(model, args.tokens, args.workers, args.repetitions, show)
+            report = measure_all(model, args.tokens, args.workers, args.repetitions, show)
     except KvshareError as error:
-        print(f"fanout: error: {error}", file=sys.stderr)
-        if error.hint:
-            print(f"hint: {error.hint}", file=sys.stderr)
-        return error.exit_code
+        return measure.complain("fanout", error)
     same = report["logits_identical"]
     if args.json:
         print(json.dumps(report, indent=1))

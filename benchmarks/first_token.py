@@ -38,7 +38,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -46,7 +45,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import fanout, measure, stall
@@ -410,12 +408,7 @@ def main(argv: list[str] | None = None) -> int:
             report = measure_all(path, args.tokens, args.repetitions, show)
     except KvshareError as error:
         return measure.complain("first_token", error)
-    if args.json:
-        print(json.dumps(report, indent=1))
-    else:
-        out = Console(width=max(Console().width, 120))
-        for table in _tables(report):
-            out.print(table)
+    measure.present(report, _tables(report), as_json=args.json, width=120)
     return 0
 
 

@@ -59,7 +59,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import geometry, measure
@@ -604,12 +603,7 @@ def main(argv: list[str] | None = None) -> int:
         return measure.complain("handoff", error)
     if args.plot:
         plot(report, args.plot)
-    if args.json:
-        print(json.dumps(report, indent=1))
-    else:
-        out = Console(width=max(Console().width, 100))
-        for table in _tables(report):
-            out.print(table)
+    measure.present(report, _tables(report), as_json=args.json)
     return 0
 
 

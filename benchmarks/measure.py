@@ -9,12 +9,14 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import psutil
+from rich.console import Console
+from rich.table import Table
 
 from kvshare.errors import KvshareError, LocalProtocolError, PeerClosedError
 
@@ -142,6 +144,16 @@ def save_figure(figure: Any, folder: Path, name: str) -> None:
     """Write a picture into a folder, which is made if it is not there."""
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / f"{name}.png", dpi=120, bbox_inches="tight")
+
+
+def present(report: Mapping[str, Any], tables: Iterable[Table], *, as_json: bool, width: int = 100) -> None:
+    """Print what was measured: as one JSON object, or as tables that may be wider than the terminal."""
+    if as_json:
+        print(json.dumps(report, indent=1))
+        return
+    out = Console(width=max(Console().width, width))
+    for table in tables:
+        out.print(table)
 
 
 def complain(name: str, error: KvshareError) -> int:

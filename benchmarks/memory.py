@@ -20,14 +20,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import geometry, measure
@@ -239,10 +237,7 @@ def main(argv: list[str] | None = None) -> int:
             report = measure_all(args.tokens, args.providers, show)
     except KvshareError as error:
         return measure.complain("memory", error)
-    if args.json:
-        print(json.dumps(report, indent=1))
-    else:
-        Console(width=max(Console().width, 100)).print(_table(report))
+    measure.present(report, [_table(report)], as_json=args.json)
     return 0
 
 

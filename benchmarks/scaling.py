@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import socket
 import sys
@@ -38,7 +37,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import geometry, measure
@@ -354,12 +352,7 @@ def main(argv: list[str] | None = None) -> int:
         return measure.complain("scaling", error)
     if args.plot:
         plot(report, args.plot)
-    if args.json:
-        print(json.dumps(report, indent=1))
-    else:
-        out = Console(width=max(Console().width, 100))
-        for table in _tables(report):
-            out.print(table)
+    measure.present(report, _tables(report), as_json=args.json)
     return 0
 
 

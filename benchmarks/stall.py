@@ -54,7 +54,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import measure as common
+from benchmarks import measure
 from kvshare import build, fds, fetch, models, processes
 from kvshare.cli import progress
 from kvshare.errors import DeadlineExceededError, KvshareError, LocalProtocolError, RemoteProtocolError
@@ -420,7 +420,7 @@ def prompts(server: str, n_tokens: int, n: int, seed: int = 1) -> list[list[int]
     return [call(server, "/tokenize", {"content": text})["tokens"][:n_tokens] for text in texts]
 
 
-def measure(
+def measure_all(
     model: Path,
     lengths: Sequence[int],
     numbers: Sequence[int],
@@ -527,7 +527,7 @@ def _table(report: Mapping[str, Any]) -> Table:
 
 def plot(report: Mapping[str, Any], folder: Path) -> None:
     """Draw the largest gap of both routes at each point."""
-    pyplot = common.pyplot()
+    pyplot = measure.pyplot()
     points = report["points"]
     figure, axes = pyplot.subplots(figsize=(max(4.5, 1.5 + 1.3 * len(points)), 4.5))
     for i, (route, text) in enumerate(
@@ -553,7 +553,7 @@ def plot(report: Mapping[str, Any], folder: Path) -> None:
     axes.grid(axis="y", alpha=0.3)
     axes.set_title("longest stall of a stream while a prompt is prefilled")
     axes.legend(fontsize="small")
-    common.save_figure(figure, folder, "stall")
+    measure.save_figure(figure, folder, "stall")
     pyplot.close(figure)
 
 
@@ -591,13 +591,13 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--repetitions must be at least 1")
     try:
         if args.plot:
-            common.pyplot()
+            measure.pyplot()
         with progress.shown() as show:
             split(usable_cores())  # before anything is compiled
             model = args.model or models.fetch("smollm2", show)
-            report = measure(model, args.tokens, args.streams, args.repetitions, show)
+            report = measure_all(model, args.tokens, args.streams, args.repetitions, show)
     except KvshareError as error:
-        return common.complain("stall", error)
+        return measure.complain("stall", error)
     if args.plot:
         plot(report, args.plot)
     if args.json:
