@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kvshare import fds, wire
+from kvshare._native import cuda
+from kvshare.device import DevicePlace
 from kvshare.errors import KvshareError
 from kvshare.ledger import Ledger, LedgerPrefix, tokens_digest
 from kvshare.server import KINDS
@@ -28,6 +30,7 @@ PREFIX = LedgerPrefix.of(TOKENS[:3], b"metadata of the prefix")  # not a multipl
 NO_PREFIX = LedgerPrefix()
 WITH_PREFIX = ", with a prefix"
 
+GPU = cuda.uuid_text(bytes(range(16)))
 TENSOR = {"name": "cache_k_l0", "type": "f16", "ne": [128, 256, 1, 1], "nb": [2, 256, 65536, 65536]}
 
 MESSAGES: dict[str, wire.Message] = {
@@ -63,6 +66,25 @@ MESSAGES: dict[str, wire.Message] = {
         ledger=wire.LedgerEntry(fd=1, size=512),
         cells=(((0, 256), (512, 1 << 32)), ()),
         expires_ms=0,
+    ),
+    "share, on a GPU": wire.ShareHeader(
+        share_id=SHARE_ID,
+        layout=LAYOUT,
+        semantics=SEMANTICS,
+        params={"n_ctx": 256, "exposes_all": True},
+        regions=(
+            wire.RegionEntry(
+                fd=0,
+                offset=0,
+                size=65536,
+                layout=DevicePlace(GPU, 2 << 20, SHARE_ID, [TENSOR]).to_json(),
+                kind="cuda-vmm",
+            ),
+            wire.RegionEntry(fd=1, offset=0, size=65536, layout=[TENSOR], kind="memfd"),
+        ),
+        ledger=wire.LedgerEntry(fd=2, size=512),
+        cells=(((0, 256),),),
+        expires_ms=30000,
     ),
     "job": wire.JobHeader(share_id=SHARE_ID, tokens=(0, *TOKENS, (1 << 31) - 1)),
     "progress": wire.Progress(share_id=SHARE_ID, n_filled=0, n_tokens=12722),
