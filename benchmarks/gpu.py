@@ -55,6 +55,7 @@ from kvshare._native.context import Context, Model
 from kvshare.cli import progress
 from kvshare.decoder import Adopted, Decoder, Share
 from kvshare.errors import KvshareError, LibraryError, LocalProtocolError
+from kvshare.ledger import LedgerState
 from kvshare.testing import architectures as generated
 
 LENGTHS = (251, 3189, 12722)
@@ -77,6 +78,7 @@ SIZES: tuple[dict[str, Any], ...] = (
 )
 CASES = ("short", "long", "long-no-fa", "q8_0", "seq-2-of-4", "seq-2-of-4-unified", "turns", "turns-no-fa")
 N_SHORT = 216
+MIN_HELD_MIB = 2000  # of the cache of 2,240
 SAME, NONE = "the same by UUID", "none"
 GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
 
@@ -197,6 +199,7 @@ def handoff(setup: Setup) -> Report:
         for n in LENGTHS:
             expected, local = _local(pair.model, n, n_ctx=geometry.N_CELLS)
             handoffs, peers, identical, moved, warm = [], [], True, 0, []
+            pair.provider.ask(job="forget")  # the first one is cold
             for _ in range(setup.repetitions):
                 pair.decoder.context.clear()
                 steps, done = pair.hand_over(n)
@@ -249,10 +252,12 @@ def _peers(context: Context, tokens: Sequence[int], folder: Path) -> dict[str, f
     state = np.ones(size, np.uint8)  # touched, as the next one will be
     pointer = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
     times.append(time.perf_counter())
-    llama.llama_state_seq_get_data(context.pointer, pointer, size, 0)
+    done = [llama.llama_state_seq_get_data(context.pointer, pointer, size, 0)]
     lap()
-    llama.llama_state_seq_set_data(context.pointer, pointer, size, 0)
+    done.append(llama.llama_state_seq_set_data(context.pointer, pointer, size, 0))
     lap()
+    if done != [size, size]:
+        raise KvshareError(f"the state of {size} bytes was copied as {done}")
     path.unlink()
     ms = [(b - a) * 1000 for a, b in zip(times, times[1:])]  # noqa: B905, RUF007
     return {"save_ms": ms[0], "restore_ms": ms[1], "to_host_ms": ms[3], "to_device_ms": ms[4]}
@@ -341,6 +346,10 @@ def life(setup: Setup) -> Report:
     report["ok"] &= all(
         report[each]["identical_afterwards"] for each in ("provider_killed", "decoder_killed")
     )
+    report["ok"] &= bool(report["provider_killed"]["adopt"]) or report["provider_killed"]["was_complete"]
+    # the provider had the memory when its decoder died, and went on
+    report["ok"] &= report["decoder_killed"]["held_mib"] > MIN_HELD_MIB
+    report["ok"] &= report["decoder_killed"]["provider"] == "served"
     return report
 
 
@@ -367,6 +376,7 @@ def _kill_provider(pair: Pair, n_tokens: int) -> Report:
                 raise LocalProtocolError("the provider does not begin")
         os.kill(victim.pid, signal.SIGKILL)
         fds.wait_for_hangup(connection, deadline=deadline)
+        was_complete = share.ledger.snapshot(with_blob=False).state is LedgerState.COMPLETE
         refused = ""
         try:
             pair.decoder.adopt(share, prompt(pair.model.n_vocab, n_tokens))
@@ -374,7 +384,7 @@ def _kill_provider(pair: Pair, n_tokens: int) -> Report:
             refused = type(error).__name__
         share.release()
         pair.decoder.context.clear()  # it was faster than the signal
-    return {"n_filled": n_filled, "of": n_tokens, "adopt": refused}
+    return {"n_filled": n_filled, "of": n_tokens, "was_complete": was_complete, "adopt": refused}
 
 
 def _kill_decoder(pair: Pair, n_tokens: int) -> Report:
@@ -383,8 +393,10 @@ def _kill_decoder(pair: Pair, n_tokens: int) -> Report:
         socket = stack.enter_context(fds.private_directory()) / "other.sock"
         victim = stack.enter_context(ChildProcess(socket, geometry.model()))
         pair.provider.tell(job="connect")
-        victim.ask(job="offer", n_ctx=geometry.N_CELLS, n_tokens=n_tokens, socket=str(pair.provider.socket))
-        pair.provider.answer()
+        offer = {"n_ctx": geometry.N_CELLS, "n_tokens": n_tokens, "socket": str(pair.provider.socket)}
+        for answer in (victim.ask(job="offer", **offer), pair.provider.answer()):
+            if "error" in answer:
+                raise LocalProtocolError(f"a process of this benchmark: {answer['error']}")
         pair.provider.tell(job="serve", n_tokens=n_tokens)
         time.sleep(0.2)  # it has mapped it by then, and prefills
         os.kill(victim.pid, signal.SIGKILL)
@@ -490,7 +502,7 @@ def _all_gpus() -> list[str]:
         done = subprocess.run(
             [smi, "--query-gpu=uuid", "--format=csv,noheader"], capture_output=True, text=True, check=False
         )
-        return done.stdout.split()
+        return [line for line in done.stdout.split() if line.startswith("GPU-")]
     return [each.uuid for each in cuda.driver().devices()]
 
 

@@ -3,7 +3,7 @@
 The jobs, each a line of JSON on standard input, answered with another:
 
 - `connect`: take a connection, for offers.
-- `serve`: take an offer and prefill the prompt of a length; `keep` keeps the context for the next one.
+- `serve`: take an offer and prefill the prompt of a length; the context is kept for the next one.
 - `forget`: free what was kept.
 - `copy`: take two offers, of a sequence that holds a prompt and of one that is to hold it; copy the rows
   from one to the other with PyTorch, and vouch.
@@ -28,10 +28,9 @@ import numpy as np
 
 from benchmarks import measure
 from kvshare import fds
-from kvshare._native import loader
 from kvshare._native.context import Model
-from kvshare.decoder import Decoder, Share
-from kvshare.errors import KvshareError, ModelError
+from kvshare.decoder import Decoder
+from kvshare.errors import KvshareError
 from kvshare.provider import Offer, WarmProvider
 
 TIMEOUT_S = 120.0
@@ -45,15 +44,8 @@ def prompt(n_vocab: int, n_tokens: int) -> list[int]:
 
 
 def open_model(path: Path, n_gpu_layers: int = ALL_LAYERS) -> Model:
-    """Open a model on the first GPU that this process sees; llama.cpp would spread it over all of them."""
-    library = loader.load()
-    params = library.llama.llama_model_default_params()
-    params.n_gpu_layers = n_gpu_layers
-    params.split_mode = library.llama.LLAMA_SPLIT_MODE_NONE
-    pointer = library.llama.llama_model_load_from_file(os.fsencode(path), params)
-    if not pointer:
-        raise ModelError(f"llama.cpp cannot load {path}")
-    return Model(library, pointer, owned=True)
+    """Open a model on the first GPU that this process sees."""
+    return Model.open(path, n_gpu_layers=n_gpu_layers, main_gpu=0)
 
 
 class ChildProcess(measure.Child):
@@ -98,7 +90,7 @@ class Jobs:
         self._model = model
         self._connection: socket.socket | None = None
         self._provider = WarmProvider(model, n_threads=1)
-        self._kept: list[Any] = []
+        self._kept: list[Decoder] = []
 
     def handle(self, job: Mapping[str, Any]) -> dict[str, Any]:
         """Do a job; an error is its answer."""
@@ -138,18 +130,15 @@ class Jobs:
             tokens = prompt(self._model.n_vocab, job["n_tokens"])
             self._provider.fill(offer, tokens, begun=begun, progress=lambda _: None)
         assert self._provider.provider is not None
-        done = {
+        return {
             "build_ms": (times[1] - times[0]) * 1000,
             "prefill_ms": self._provider.provider.prefill_ms,
             "warm": warm,
         }
-        if not job.get("keep", True):
-            self._provider.forget()
-        return done
 
     def _forget(self, _: Mapping[str, Any]) -> dict[str, Any]:
         self._provider.forget()
-        for each in reversed(self._kept):
+        for each in self._kept:
             each.close()
         self._kept.clear()
         return {}
@@ -163,9 +152,8 @@ class Jobs:
 
     def _offer(self, job: Mapping[str, Any]) -> dict[str, Any]:
         decoder = Decoder.open(self._model, n_ctx=job["n_ctx"], n_threads=1)
-        share: Share = decoder.share(n_tokens=job["n_tokens"])
-        self._kept += [decoder, share]
-        share.send(job["socket"])
+        self._kept.append(decoder)  # closing it releases the share
+        decoder.share(n_tokens=job["n_tokens"]).send(job["socket"])
         return {}
 
     def _fds(self, _: Mapping[str, Any]) -> dict[str, Any]:

@@ -446,7 +446,7 @@ def _cuda_compiler(definitions: Mapping[str, str]) -> str:
     Raises:
         BuildError: there is no nvcc where CMake looks for it.
     """
-    named = definitions.get("CMAKE_CUDA_COMPILER") or os.environ.get("CUDACXX") or "nvcc"
+    named = definitions.get("CMAKE_CUDA_COMPILER") or shlex.split(os.environ.get("CUDACXX") or "nvcc")[0]
     nvcc = shutil.which(named)
     if nvcc is None:
         usual = next((str(path) for path in map(Path, _USUAL_NVCC) if path.is_file()), None)
@@ -462,7 +462,8 @@ def _cuda_compiler(definitions: Mapping[str, str]) -> str:
         return release
     # the GPUs of this machine
     smi = shutil.which("nvidia-smi")
-    found = _output(smi, "--query-gpu=compute_cap", "--format=csv,noheader").split() if smi else []
+    said = _output(smi, "--query-gpu=compute_cap", "--format=csv,noheader").splitlines() if smi else []
+    found = [line for line in said if re.fullmatch(r"\d+\.\d+", line)]  # errors are on stdout as well
     return f"{release}, for {' '.join(sorted(set(found))) or 'no GPU'}"
 
 

@@ -11,6 +11,7 @@ through, and a Python function in its place would swallow that.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ import numpy.typing as npt
 from kvshare._native import cuda
 from kvshare.errors import DescriptorError, LocalProtocolError, RemoteProtocolError
 from kvshare.layout import Json
+
+_UUID = re.compile("GPU(-[0-9a-f]{8})(-[0-9a-f]{4}){3}(-[0-9a-f]{12})")
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,8 @@ class DevicePlace:
         if not isinstance(value, dict):
             raise RemoteProtocolError("the layout of a region on a GPU is not an object")
         device, size, memory = value.get("device"), value.get("mapped_size"), value.get("memory")
-        if not isinstance(device, str):
-            raise RemoteProtocolError("region.device is not a string")
+        if not isinstance(device, str) or not _UUID.fullmatch(device):
+            raise RemoteProtocolError("region.device is not the UUID of a GPU")
         if type(size) is not int or not 0 < size < 2**63:
             raise RemoteProtocolError("region.mapped_size is not a size")
         if memory is not None and (type(memory) is not int or not 0 < memory < 2**53):
@@ -235,6 +238,7 @@ class DeviceMapping:
 
         Raises:
             LocalProtocolError: a view into the mapping still exists; nothing was closed.
+            NativeError: the CUDA driver failed; what could be given back was.
         """
         if self._views:
             raise LocalProtocolError(

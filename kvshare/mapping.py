@@ -8,6 +8,7 @@ GPU through `device.DeviceView`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 import re
@@ -22,6 +23,7 @@ import numpy.typing as npt
 from kvshare.device import DeviceMapping, DevicePlace
 from kvshare.errors import (
     DescriptorError,
+    KvshareError,
     LayoutMismatchError,
     LocalProtocolError,
     NotShareableError,
@@ -172,7 +174,8 @@ def map_regions(
                 mappings.append(DeviceMapping(number, offset, region.size, place))
     except BaseException:
         for mapping in mappings:
-            mapping.close()
+            with contextlib.suppress(KvshareError):
+                mapping.close()
         raise
     return mappings
 

@@ -113,6 +113,7 @@ class Offer:
         Raises:
             RemoteProtocolError: the header contradicts itself.
             DescriptorError: the descriptors are not what the header says.
+            NotShareableError: a region is a dma-buf.
             LedgerError: the ledger is none.
 
         *Ownership*: takes the descriptors, and closes them if it raises.
@@ -233,6 +234,7 @@ class Offer:
         Raises:
             LibraryError: a region lies on a GPU, and there is no CUDA driver, or it is too old.
             NotShareableError: this process does not see the GPU.
+            NativeError: the CUDA driver refuses.
 
         *Ownership*: a view keeps its mapping alive, as does an array that is made of it, and `close` raises
             while one exists.
@@ -265,19 +267,30 @@ class Offer:
         """Unmap the regions and close the descriptors; idempotent.
 
         Args:
-            leave_views: close the descriptors even if a view is still in use; the mapping then goes
-                when the view does.
+            leave_views: for a block that ends with an error of its own, which is the one to be seen: close
+                the descriptors even if a view is still in use (the mapping then goes when the view does)
+                or a GPU fails.
 
         Raises:
-            LocalProtocolError: a view is still in use; nothing was closed.
+            LocalProtocolError: a view is still in use; regions without one are unmapped, nothing is closed.
+                Close again when it is gone.
+            NativeError: the CUDA driver failed to unmap a region; all the rest was closed.
         """
+        failure: NativeError | None = None
         for each in self._mappings or ():
-            with contextlib.suppress(*([LocalProtocolError] if leave_views else [])):
+            try:
                 each.close()
+            except LocalProtocolError:
+                if not leave_views:
+                    raise
+            except NativeError as error:
+                failure = failure or error
         self._mappings = None
         self.ledger.close()
         for owned in self._fds:
             owned.close()
+        if failure and not leave_views:
+            raise failure
 
     def __enter__(self) -> Offer:
         return self

@@ -49,13 +49,16 @@ class Model:
         path: str | os.PathLike[str],
         *,
         n_gpu_layers: int = 0,
+        main_gpu: int | None = None,
         library: loader.Library | None = None,
     ) -> Model:
         """Load a GGUF file.
 
         Args:
             path: the file.
-            n_gpu_layers: layers to put on a device; 0 keeps all on the host.
+            n_gpu_layers: layers to put on devices, -1 for all; 0 keeps all on the host.
+            main_gpu: the device that all of these go to, by llama.cpp's number; None spreads them over all
+                devices that this process sees.
             library: a loaded library; None loads the default one.
 
         Raises:
@@ -65,6 +68,9 @@ class Model:
         library = library or loader.load()
         params = library.llama.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
+        if main_gpu is not None:
+            params.split_mode = library.llama.LLAMA_SPLIT_MODE_NONE
+            params.main_gpu = main_gpu
         pointer = library.llama.llama_model_load_from_file(os.fsencode(path), params)
         if not pointer:
             raise ModelError(

@@ -45,7 +45,6 @@ _POSIX_FD_SUPPORTED = 103
 _DMA_BUF_SUPPORTED = 124
 
 _HANDLE_TYPE_POSIX_FD = 1  # of enum CUmemAllocationHandleType, a mask
-_ALLOCATION_TYPE_PINNED = 1
 _LOCATION_TYPE_DEVICE = 1
 _ACCESS_READ_WRITE = 3
 _MEMORY_HOST, _MEMORY_DEVICE = 1, 2  # enum CUmemorytype
@@ -55,18 +54,6 @@ class _Location(ctypes.Structure):
     """CUmemLocation."""
 
     _fields_ = [("type", c_int), ("id", c_int)]
-
-
-class _AllocationProp(ctypes.Structure):
-    """CUmemAllocationProp."""
-
-    _fields_ = [
-        ("type", c_int),
-        ("requested_handle_types", c_int),
-        ("location", _Location),
-        ("win32_handle_meta_data", c_void_p),
-        ("flags", ctypes.c_ubyte * 8),
-    ]
 
 
 class _AccessDesc(ctypes.Structure):
@@ -129,9 +116,6 @@ FUNCTIONS: dict[str, Function] = {
     "cuCtxPopCurrent_v2": _function(POINTER(c_void_p)),
     # CUresult cuCtxSynchronize(void);
     "cuCtxSynchronize": _function(),
-    # CUresult cuMemGetAllocationGranularity(
-    #     size_t * granularity, const CUmemAllocationProp * prop, CUmemAllocationGranularity_flags option);
-    "cuMemGetAllocationGranularity": _function(POINTER(c_size_t), POINTER(_AllocationProp), c_int),
     # CUresult cuMemImportFromShareableHandle(
     #     CUmemGenericAllocationHandle * handle, void * osHandle, CUmemAllocationHandleType shHandleType);
     "cuMemImportFromShareableHandle": _function(POINTER(c_ulonglong), c_void_p, c_int),
@@ -282,17 +266,6 @@ class Driver:
             return self._attribute(attribute, handle) != 0
         return False
 
-    def granularity(self, device: Device) -> int:
-        """Return what sizes of mappings on a GPU are multiples of, bytes."""
-        prop = _AllocationProp(
-            type=_ALLOCATION_TYPE_PINNED,
-            requested_handle_types=_HANDLE_TYPE_POSIX_FD,
-            location=_Location(_LOCATION_TYPE_DEVICE, self.handle(device.ordinal)),
-        )
-        size = c_size_t()
-        self.lib.cuMemGetAllocationGranularity(byref(size), byref(prop), 0)
-        return size.value
-
 
 _lock = threading.Lock()
 _drivers: dict[str, Driver] = {}
@@ -357,6 +330,7 @@ class Imported:
 
         Raises:
             LibraryError: there is no CUDA driver, or it is too old.
+            RemoteProtocolError: that is no UUID.
             NotShareableError: this process does not see the GPU.
             NativeError: the driver refuses; nothing stays behind.
         """
@@ -423,7 +397,7 @@ class Imported:
     def copy(
         self, host: int, host_pitch: int, offset: int, pitch: int, width: int, n_rows: int, *, to_device: bool
     ) -> None:
-        """Copy rows between the host and the GPU, and wait for it.
+        """Copy rows between the host and the GPU, when it has done what it was given, and wait for it.
 
         Args:
             host: address of the first one on the host.
@@ -448,9 +422,11 @@ class Imported:
                 self.address + offset if is_device else host
             )
             ends[f"{end}_pitch"] = pitch if is_device else host_pitch
+        lib = self._driver.lib
         with self._current():
-            self._driver.lib.cuMemcpy2D_v2(byref(_Copy2D(width=width, height=n_rows, **ends)))
-            self._driver.lib.cuCtxSynchronize()  # it returns when the host's memory may be used again
+            lib.cuCtxSynchronize()  # the streams of frameworks do not wait for this copy, nor it for them
+            lib.cuMemcpy2D_v2(byref(_Copy2D(width=width, height=n_rows, **ends)))
+            lib.cuCtxSynchronize()  # it returns when the host's memory may be used again
 
     def close(self) -> None:
         """Wait for the GPU, unmap, give everything back; idempotent.

@@ -58,9 +58,9 @@ and forgets it (its cache is zeroed). Then a provider process, which was started
 decoder's cache and prefills the same prompt straight into it; the decoder adopts the cells and goes
 on. Times are of this machine and this run.
 
-With --gpu the cache lies in the memory of a CUDA device, and so do the weights, once for each process; it
-needs a libllama that was built with CUDA (`kvshare build --cmake-arg=-DGGML_CUDA=ON`). Memory is that of
-the host, as ever.
+With --gpu the cache lies in the memory of the first CUDA device, and so do the weights, once for each
+process; it needs a libllama that was built with CUDA (`kvshare build --cmake-arg=-DGGML_CUDA=ON`).
+Memory is that of the host, as ever.
 
 With --server the decoder is the patched llama-server, which is compiled the first time (about 10
 minutes on two cores), and the provider is `kvshare provider`. Save and restore are the server's own
@@ -88,7 +88,7 @@ def register(subparsers: Subparsers) -> None:
     where.add_argument(
         "--server", action="store_true", help="let a llama-server be the decoder, and compare over HTTP"
     )
-    where.add_argument("--gpu", action="store_true", help="put model and cache on a GPU")
+    where.add_argument("--gpu", action="store_true", help="put model and cache on the first GPU")
     parser.add_argument("--model", type=Path, metavar="GGUF", help="default: SmolLM2-135M-Instruct, fetched")
     parser.add_argument(
         "--tokens",
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _gpu() -> dict[str, str]:
-    """Return what the GPU is that llama.cpp begins with.
+    """Return what the first GPU is, which has the model and the cache.
 
     Raises:
         KvshareError: there is none, or its memory cannot be shared, or libllama cannot use it.

@@ -46,7 +46,7 @@ def process(arguments: list[str]) -> None:
     all_lengths: list[int] = json.loads(lengths)
     n_ctx = -(-(max(all_lengths) + N_GENERATE) // 256) * 256
     with (
-        Model.open(model_path, n_gpu_layers=int(n_gpu_layers)) as model,
+        Model.open(model_path, n_gpu_layers=int(n_gpu_layers), main_gpu=0) as model,
         Decoder.open(model, n_ctx=n_ctx, n_threads=int(n_threads) or None) as decoder,
     ):
         if int(n_gpu_layers) and not decoder.devices:

@@ -18,7 +18,7 @@ def process(arguments: list[str]) -> None:
     """Serve a share for each prompt; keep each mapping until the next one, so that memory is comparable."""
     model_path, socket_path, lengths, n_threads, n_gpu_layers, _ = arguments
     with (
-        Model.open(model_path, n_gpu_layers=int(n_gpu_layers)) as model,
+        Model.open(model_path, n_gpu_layers=int(n_gpu_layers), main_gpu=0) as model,
         fds.listen_unix(socket_path) as listener,
     ):
         emit("listening")

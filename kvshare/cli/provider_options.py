@@ -33,7 +33,17 @@ def add(parser: argparse.ArgumentParser, *, context_help: str) -> None:
         "--cpus", type=cpus, metavar="LIST", help="run on these CPUs only, such as 1,3 or 4-7"
     )
     parser.add_argument(
-        "--n-gpu-layers", type=int, default=0, metavar="N", help="layers on a device (default: %(default)s)"
+        "--n-gpu-layers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="layers on devices, -1 for all (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--main-gpu",
+        type=int,
+        metavar="N",
+        help="the device that has these (default: spread over all)",
     )
     parser.add_argument(
         "--allow-other-semantics",
@@ -81,7 +91,7 @@ def open_model(args: argparse.Namespace) -> Model:
     # after that: the library starts its threads
     from kvshare._native.context import Model
 
-    return Model.open(args.model, n_gpu_layers=args.n_gpu_layers)
+    return Model.open(args.model, n_gpu_layers=args.n_gpu_layers, main_gpu=args.main_gpu)
 
 
 def positive(text: str) -> int:

@@ -83,6 +83,18 @@ class FakeDriver:
         self.lib.fake_cuda_reset()
 
 
+class _AllocationProp(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = [
+        ("type", c_int),
+        ("requested_handle_types", c_int),
+        ("location", cuda._Location),
+        ("win32_handle_meta_data", c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    ]
+
+
 class Memory:
     """Memory of a GPU as a decoder makes it: created, mapped, exported.
 
@@ -93,9 +105,10 @@ class Memory:
         driver = cuda.driver()
         lib = self._lib = driver.lib
         self.device = driver.devices()[ordinal]
-        granularity = driver.granularity(self.device)
-        self.nbytes = -(-nbytes // granularity) * granularity
-        prop = cuda._AllocationProp(type=1, requested_handle_types=1, location=cuda._Location(1, ordinal))
+        prop = _AllocationProp(type=1, requested_handle_types=1, location=cuda._Location(1, ordinal))
+        granularity = c_size_t()
+        check(lib.cuMemGetAllocationGranularity(byref(granularity), byref(prop), 0))
+        self.nbytes = -(-nbytes // granularity.value) * granularity.value
         self._context, self._handle, address, fd = c_void_p(), c_ulonglong(), c_ulonglong(), c_int()
         lib.cuDevicePrimaryCtxRetain(byref(self._context), ordinal)
         check(lib.cuMemCreate(byref(self._handle), c_size_t(self.nbytes), byref(prop), c_ulonglong(0)))

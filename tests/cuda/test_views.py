@@ -357,6 +357,38 @@ def test_an_error_in_a_block_gives_everything_back(fake: FakeDriver, gpu: Gpu, s
     assert "a bug of the provider" in share.ledger.snapshot().error
 
 
+def test_a_gpu_that_fails_gives_the_rest_back(
+    fake: FakeDriver, gpu: Gpu, share: FakeShare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a kernel's fault: all descriptors are closed, and the block's own error is what is seen."""
+
+    def body(error: Exception | None) -> None:
+        with gpu.offer(share) as offer:
+            offer.views()
+            gc.collect()
+            monkeypatch.setenv("FAKE_CUDA_FAIL", "cuCtxSynchronize=700")
+            if error:
+                raise error
+
+    for error in (None, ZeroDivisionError("a bug of the provider")):
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(NativeError if error is None else ZeroDivisionError):
+            body(error)
+        monkeypatch.delenv("FAKE_CUDA_FAIL")
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_unmap_that_fails_as_well(fake: FakeDriver, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was wrong first is what is seen."""
+    region = RegionLayout(gpu.size, ())
+    layout = dataclasses.replace(plain_layout(), regions=(region, region))
+    place = gpu.memory.place()
+    monkeypatch.setenv("FAKE_CUDA_FAIL", f"cuMemMap=2@{fake.calls('cuMemMap') + 2},cuCtxSynchronize=700")
+    with pytest.raises(NativeError, match="cuMemMap"):
+        map_regions(layout, [(gpu.memory.fd, 0)] * 2, [place] * 2)
+
+
 def test_a_second_region_that_cannot_be_mapped(
     fake: FakeDriver, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,9 +426,12 @@ def test_without_a_driver(gpu: Gpu, share: FakeShare, monkeypatch: pytest.Monkey
             offer.views()
 
 
+GPU = "GPU-50515253-5455-5657-5859-5a5b5c5d5e5f"
+
+
 def test_a_gpu_that_this_process_does_not_see(gpu: Gpu, share: FakeShare) -> None:
     with (
-        gpu.offer(share, device="GPU-50515253-5455-5657-5859-5a5b5c5d5e5f") as offer,
+        gpu.offer(share, device=GPU) as offer,
         pytest.raises(NotShareableError, match="does not see"),
     ):
         offer.views()
@@ -405,14 +440,17 @@ def test_a_gpu_that_this_process_does_not_see(gpu: Gpu, share: FakeShare) -> Non
 PLACES = {
     "no object": [],
     "no device": {"mapped_size": GRANULE, "tensors": []},
-    "no size": {"device": "GPU-0", "tensors": []},
-    "no tensors": {"device": "GPU-0", "mapped_size": GRANULE},
+    "no size": {"device": GPU, "tensors": []},
+    "no tensors": {"device": GPU, "mapped_size": GRANULE},
     "a device that is a number": {"device": 0, "mapped_size": GRANULE, "tensors": []},
-    "a size that is true": {"device": "GPU-0", "mapped_size": True, "tensors": []},
-    "a size that is negative": {"device": "GPU-0", "mapped_size": -1, "tensors": []},
-    "a memory of no number": {"device": "GPU-0", "mapped_size": GRANULE, "tensors": [], "memory": 0},
-    "a memory that is a double": {"device": "GPU-0", "mapped_size": GRANULE, "tensors": [], "memory": 1.0},
-    "a size that is huge": {"device": "GPU-0", "mapped_size": 1 << 63, "tensors": []},
+    "a device of a few digits": {"device": "GPU-0", "mapped_size": GRANULE, "tensors": []},
+    "a device in other letters": {"device": GPU.replace("5a", "5A"), "mapped_size": GRANULE, "tensors": []},
+    "a device with more dashes": {"device": GPU + "-" * 9, "mapped_size": GRANULE, "tensors": []},
+    "a size that is true": {"device": GPU, "mapped_size": True, "tensors": []},
+    "a size that is negative": {"device": GPU, "mapped_size": -1, "tensors": []},
+    "a memory of no number": {"device": GPU, "mapped_size": GRANULE, "tensors": [], "memory": 0},
+    "a memory that is a double": {"device": GPU, "mapped_size": GRANULE, "tensors": [], "memory": 1.0},
+    "a size that is huge": {"device": GPU, "mapped_size": 1 << 63, "tensors": []},
 }
 
 
@@ -424,7 +462,7 @@ def test_a_place_that_is_none(place: Any) -> None:
 
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.text(),
+        st.none() | st.booleans() | st.integers() | st.text() | st.just(GPU),
         lambda each: (
             st.lists(each)
             | st.dictionaries(st.sampled_from(["device", "mapped_size", "tensors", "memory"]), each)
@@ -439,9 +477,9 @@ def test_any_json_is_a_place_or_an_error(value: Any) -> None:
     assert place.to_json().items() <= value.items()
 
 
-@given(st.text(max_size=40), st.integers(1, 2**63 - 1), st.none() | st.integers(1, 2**53 - 1))
-def test_a_place_comes_back(device: str, size: int, memory: int | None) -> None:
-    place = DevicePlace(device, size, memory, [])
+@given(st.binary(min_size=16, max_size=16), st.integers(1, 2**63 - 1), st.none() | st.integers(1, 2**53 - 1))
+def test_a_place_comes_back(uuid: bytes, size: int, memory: int | None) -> None:
+    place = DevicePlace(cuda.uuid_text(uuid), size, memory, [])
     assert DevicePlace.from_json(json.loads(json.dumps(place.to_json()))) == place
 
 
