@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvshare import Decoder, Model, Offer, Provider, Share
+from kvshare import Context, Decoder, Model, Offer, Provider, Share
 from kvshare.errors import (
     DeadlineExceededError,
     ExpiredError,
@@ -108,7 +108,7 @@ class Chats:
 def offered(decoder: Decoder, seq_id: int = SLOT, **options: Any) -> Iterator[tuple[Share, Offer]]:
     """Share, and receive the offer in this process; both ends stay open to the end of the block."""
     near, far = socket.socketpair(socket.AF_UNIX)
-    with near, far, decoder.share(seq_id, n_tokens=N_PROMPT, **options) as share:
+    with near, far, decoder.share(seq_id, **{"n_tokens": N_PROMPT, **options}) as share:
         share.send(near)
         with Offer.receive(far) as offer:
             yield share, offer
@@ -214,6 +214,37 @@ def test_a_late_writer_beside_a_live_share(tiny: Model) -> None:
     assert found[0] == found[1]
 
 
+def test_a_plain_provider_beside_a_share_that_failed(tiny: Model) -> None:
+    """Its rows, which no metadata tells llama.cpp of, are there when the memory of the other is renewed."""
+    with Decoder.open(tiny, **PARAMS, flash_attn="on", **CACHES["alone"]) as decoder:
+        tokens = random_tokens(tiny, N_PROMPT, seed=1)
+        with offered(decoder) as (share, offer):
+            prefill(offer, tiny, tokens)
+            cells = slice(offer.first_cell, offer.first_cell + N_PROMPT)
+            rows = [(np.array(layer.k[cells]), np.array(layer.v[cells])) for layer in offer.views()]
+            decoder.adopt(share, tokens)
+        decoder.context.decode([1], position=N_PROMPT, logits=True)
+        expected = decoder.context.logits()
+
+    with (
+        Decoder.open(tiny, **PARAMS, flash_attn="on", **CACHES["unified"]) as decoder,
+        contextlib.ExitStack() as stack,
+    ):
+        late, _ = stack.enter_context(offered(decoder))
+        good, offer = stack.enter_context(offered(decoder, 1))
+        late.release()
+        offer.ledger.begin()
+        cells = slice(offer.first_cell, offer.first_cell + N_PROMPT)
+        for layer, (k, v) in zip(offer.views(), rows, strict=True):
+            layer.k[cells], layer.v[cells] = k, v
+        del layer
+        offer.complete(tokens)
+        assert decoder.adopt(good, tokens).bytes_moved == 0
+        decoder.context.decode([1], position=N_PROMPT, seq_id=1, logits=True)
+        # the cells lie elsewhere: only the rounding differs
+        assert np.abs(decoder.context.logits() - expected).max() < 1e-4 < np.abs(expected).max()
+
+
 def n_free_cells(decoder: Decoder) -> int:
     """Count by trying: leases of one token each take what is free, 256 cells at a time, then less."""
     lib, handle = decoder.context.library.lib, decoder.context.handle
@@ -253,6 +284,29 @@ def test_cells_stay_taken_until_there_is_other_memory(tiny: Model) -> None:
             with Writer(offer) as writer:
                 writer.wait()
             assert shared_bytes(share) == now
+
+
+@pytest.mark.parametrize("flash_attn", ["on", "off"])
+def test_what_a_sequence_holds_meanwhile_is_its_own(tiny: Model, flash_attn: str) -> None:
+    """Memory that cannot be renewed at once is renewed later, whatever lies in the sequence by then."""
+    params = {**PARAMS, **CACHES["streams"], "flash_attn": flash_attn}
+    with Decoder.open(tiny, **params) as decoder, Context.create(tiny, **params) as local:
+        before, after = random_tokens(tiny, 20, seed=3), random_tokens(tiny, 30, seed=4)
+        decoder.context.decode(before, position=0)
+        with offered(decoder, prefix=before) as (share, offer):
+            with no_descriptors():
+                share.release()
+            decoder.context.clear(SLOT)
+            decoder.context.decode(after, position=0)  # somebody else's, in the same cells
+            decoder.context.library.lib.llama_kv_share_release(decoder.context.handle, SLOT, True)
+            assert decoder.context.n_past() == len(after)
+            with Writer(offer) as writer:
+                writer.wait()
+        local.decode(after, position=0)
+        for context in (decoder.context, local):
+            context.decode([7], position=len(after), logits=True)
+        # its cells lie around those of the lease: only the rounding differs
+        assert np.abs(decoder.context.logits() - local.logits()).max() < 1e-4
 
 
 # -- strict shares ------------------------------------------------------------------------------

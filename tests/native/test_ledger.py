@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from kvshare import Decoder, LedgerDigestError, LedgerError, LedgerIncompleteError, ReplayError, Share
+from kvshare import (
+    Decoder,
+    KvshareError,
+    LedgerDigestError,
+    LedgerError,
+    LedgerIncompleteError,
+    ReplayError,
+    Share,
+)
 from kvshare.ledger import HEADER_NBYTES, LedgerPrefix, LedgerState, tokens_digest
 from kvshare.testing.faults import LEDGER_FIELDS
 from tests.native.handoff import random_tokens
@@ -91,6 +99,19 @@ def test_a_share_lives_on_while_its_provider_is_at_it(decoder: Decoder, state: L
             with pytest.raises(LedgerIncompleteError, match=f"not done: {state.name.lower()} at [07] of 40"):
                 decoder.adopt(share, prompt)
         assert share.state.live
+
+
+def test_whatever_is_refused_gives_its_cells_back(decoder: Decoder) -> None:
+    """Without anybody who calls `llama_kv_share_release`."""
+    prompt = random_tokens(decoder.context.model, N_PROMPT)
+    lib, handle = decoder._lib, decoder.context.handle
+    decoder.share(n_tokens=N_PROMPT)
+    assert lib.llama_kv_share_lease(handle, 0, None, 0) == 1
+    decoder.context.decode(prompt[:3], position=0)
+    with pytest.raises(KvshareError):
+        lib.llama_kv_share_adopt(handle, 0, N_PROMPT, b"metadata", 8, None, None)
+    assert lib.llama_kv_share_lease(handle, 0, None, 0) == 0
+    assert decoder.context.n_past() == 3
 
 
 def test_more_tokens_than_there_is_room_for(decoder: Decoder) -> None:

@@ -104,6 +104,7 @@ class Engine:
     """A job's connection."""
 
     def __init__(self, service: ServiceProcess, share_id: int, tokens: Sequence[int]) -> None:
+        self.share_id = share_id
         self.connection = fds.connect_unix(service.path)
         fds.send_message(
             self.connection, wire.encode(wire.JobHeader(share_id=share_id, tokens=tuple(tokens)))
@@ -288,7 +289,8 @@ def test_a_signal_in_the_middle(
         long_prefill(service, smollm2, decoder) as (share, engine),
         Engine(service, 77, [1]) as waiting,
     ):
-        service.wait_for("progress")
+        while service.wait_for("job")["share_id"] != waiting.share_id:
+            pass
         assert service.close(number) == 0
         assert engine.outcome().error == "cancelled: the provider stops"
         assert waiting.outcome().error == "the provider stops"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvshare import Model
+from kvshare import Model, fds
 from tests.server.conftest import Provider, Server, running
 
 pytestmark = pytest.mark.native
@@ -45,6 +46,14 @@ def slot(server: Server) -> int:
 
 def share(server: Server, id_slot: int, name: str, **fields: Any) -> tuple[int, Any]:
     return server.slot(id_slot, "share", {"socket": str(server.share_dir / name), **fields})
+
+
+@contextlib.contextmanager
+def listening(server: Server, name: str) -> Iterator[None]:
+    """A provider that takes shares and does nothing."""
+    with fds.listening(server.share_dir / name) as listener:
+        listener.listen(1000)
+        yield
 
 
 def adopt(server: Server, id_slot: int, share_id: Any, tokens: list[int]) -> tuple[int, Any]:
@@ -191,6 +200,85 @@ def test_a_request_kills_the_share(server: Server, model: Model, slot: int, toke
         assert status == 409, answer
 
 
+@pytest.mark.parametrize("end", ["erase", "refuse", "restore"])
+def test_who_waits_for_the_slot_gets_it(
+    server: Server, model: Model, slot: int, tokens: list[int], end: str
+) -> None:
+    """A request that found no slot goes on when a share ends, however that is."""
+    if len(server.call("GET", "/slots")[1]) > 1:
+        return
+    found: list[Any] = []
+    waiting = threading.Thread(target=lambda: found.append(server.completion(tokens[200:220])))
+    with Provider(server.share_dir / "waits.sock", model, tokens[:40]) as provider:
+        status, offer = share(server, slot, "waits.sock")
+        assert status == 200, offer
+        provider.join()
+        waiting.start()
+        time.sleep(0.5)
+        assert not found
+        if end == "refuse":
+            body = {"share_id": offer["share_id"], "tokens": tokens[1:41]}
+            assert server.slot(slot, "adopt", body)[0] == 409
+        else:
+            server.slot(slot, end, {"filename": "a-file-that-is-not-there"})
+    waiting.join(60)
+    assert found
+    assert found[0]["content"]
+
+
+def test_a_slot_with_a_share_is_not_saved(server: Server, slot: int, tokens: list[int]) -> None:
+    """Its provider may be writing over what it holds."""
+    server.completion(tokens[:40], id_slot=slot, n_predict=1)
+    file = {"filename": f"kvshare-{server.port}.bin"}
+    with listening(server, "saved.sock"):
+        status, offer = share(server, slot, "saved.sock")
+        assert status == 200, offer
+        status, answer = server.slot(slot, "save", file)
+        assert status == 503
+        assert "live share" in answer["error"]["message"]
+        assert server.slot(slot, "release", {"share_id": offer["share_id"]})[0] == 200
+    assert server.slot(slot, "save", file)[0] == 200
+    Path("/tmp", file["filename"]).unlink()
+
+
+def test_slots_are_read_while_shares_end(server: Server, slot: int, tokens: list[int]) -> None:
+    """Which happens between two graphs: a stream on another slot gives the same text."""
+    if len(server.call("GET", "/slots")[1]) == 1:
+        return
+    options = {"id_slot": 1, "cache_prompt": False, "n_predict": 24, "ignore_eos": True}
+    alone = server.completion(tokens[50:80], **options)["content"]
+    found: list[str] = []
+    stream = threading.Thread(
+        target=lambda: found.append(server.completion(tokens[50:80], **options)["content"])
+    )
+    stream.start()
+    n_shares = 0
+    with listening(server, "ends.sock"):
+        while stream.is_alive():
+            n_shares += share(server, slot, "ends.sock", expires_ms=1)[0] == 200
+            for _ in range(5):
+                time.sleep(0.02)
+                server.call("GET", "/slots")
+    stream.join()
+    assert found == [alone]
+    assert n_shares
+
+
+def test_a_context_shift_ends_shares(program: Path, model_path: Path, model: Model) -> None:
+    """It writes to the keys of all cells."""
+    options = ("--ctx-size", "512", "-np", "2", "--no-kv-unified", "--context-shift")
+    with running(program, model_path, *options) as server, listening(server, "shift.sock"):
+        status, offer = share(server, 0, "shift.sock")
+        assert status == 200, offer
+        prompt = (model.tokenize("the keeper of the lighthouse wrote down every ship that passed. ") * 20)[
+            :240
+        ]
+        answer = server.completion(prompt, id_slot=1, n_predict=40, ignore_eos=True)
+        assert answer["truncated"]
+        status, refused = server.slot(0, "adopt", {"share_id": offer["share_id"], "tokens": prompt})
+        assert (status, refused["error"]["kind"]) == (409, "slot_in_use")
+
+
 def test_adopt_twice(server: Server, model: Model, slot: int, tokens: list[int]) -> None:
     offer = hand_over(server, model, slot, tokens[:50])
     status, answer = server.slot(slot, "adopt", {"share_id": offer["share_id"], "tokens": tokens[:50]})
@@ -255,6 +343,10 @@ def test_tokens(server: Server, tokens: Any) -> None:
         ('"tokens": [1 2]', "not a JSON object"),
         ('"tokens": [1', "not a JSON object"),
         ('"tokens": [1]]', "not a JSON object"),
+        ('"tokens": [1], "tokens": [-1]', "out of range"),
+        ('"a": {"tokens": [1]}, "tokens": [-1]', "out of range"),
+        ('"a\\"tokens": [1], "tokens": [-1]', "out of range"),
+        ('"tokens": [1], "tok\\u0065ns": [-1.0]', "not an integer"),
     ],
 )
 def test_tokens_are_read_as_json_is(server: Server, members: str, says: str) -> None:
