@@ -11,7 +11,7 @@ import pytest
 
 from kvshare import Context, Decoder, Model, Offer, Provider
 from tests.native.handoff import decode_each, random_tokens
-from tests.native.test_late_writer import offered
+from tests.native.test_late_writer import no_descriptors, offered
 
 pytestmark = pytest.mark.native
 
@@ -94,3 +94,29 @@ def test_a_lease_takes_the_last_row(archs_path: Path) -> None:
         decoder.share(2, n_tokens=8) as another,
     ):
         assert (share.header.cells, another.header.cells) == ((((3, 4),),), (((2, 3),),))
+
+
+@pytest.mark.parametrize("name", ["mamba-dense", "jamba-dense", "gemma3-dense"])
+def test_a_state_that_a_provider_may_write_to_stays_taken(archs_path: Path, name: str) -> None:
+    """Also that of a prefix that was dropped, when there is no other memory for it yet."""
+    with Model.open(archs_path / f"{name}.gguf") as model:
+        before, after = random_tokens(model, N_HELD, seed=3), random_tokens(model, N_HELD, seed=4)
+        params = {**PARAMS, "kv_unified": True, "flash_attn": "on"}
+        with Decoder.open(model, **params) as decoder, Context.create(model, **params) as local:
+            decoder.context.decode(before, position=0, seq_id=SHARED)
+            with offered(decoder, SHARED, prefix=before, n_tokens=N_PROMPT) as (share, offer):
+
+                def lose_patience(_: int) -> None:
+                    if share.state.live:
+                        with no_descriptors():
+                            share.release()
+                        assert decoder.context.n_past(SHARED) == 0
+                        decoder.context.decode(after, position=0, seq_id=SHARED)
+
+                with Provider(offer, model, n_threads=1, n_ubatch=16) as provider:
+                    provider.prefill(before + random_tokens(model, N_PROMPT - N_HELD), progress=lose_patience)
+                there = decode_each(decoder.context, [7, 8], position=N_HELD, seq_id=SHARED)
+            local.decode(after, position=0, seq_id=SHARED)
+            here = decode_each(local, [7, 8], position=N_HELD, seq_id=SHARED)
+    for mine, theirs in zip(here, there, strict=True):
+        assert np.abs(mine - theirs).max() < 1e-4
