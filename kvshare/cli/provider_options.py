@@ -26,6 +26,26 @@ def add(parser: argparse.ArgumentParser, *, context_help: str) -> None:
         context_help: what the parameters of the context are for.
     """
     parser.add_argument("--model", type=Path, required=True, metavar="GGUF", help="the decoder's model")
+    add_compute(parser)
+    parser.add_argument(
+        "--allow-other-semantics",
+        action="store_true",
+        help="accept a decoder of another model of the same shape, such as another quantization",
+    )
+    group = parser.add_argument_group("parameters of the context", context_help)
+    group.add_argument("--n-ctx", type=positive, metavar="N", help="cells")
+    group.add_argument("--n-batch", type=positive, metavar="N", help="most tokens of one call")
+    group.add_argument("--n-ubatch", type=positive, metavar="N", help="most tokens of one graph")
+    group.add_argument("--n-seq-max", type=positive, metavar="N", help="sequences")
+    group.add_argument("--type-k", choices=CACHE_TYPES, help="type of the keys")
+    group.add_argument("--type-v", choices=CACHE_TYPES, help="type of the values")
+    group.add_argument("--flash-attn", choices=("auto", "on", "off"))
+    group.add_argument("--kv-unified", action="store_true", help="one stream of cells for all sequences")
+    group.add_argument("--swa-full", action="store_true", help="a sliding window's cache of the full size")
+
+
+def add_compute(parser: argparse.ArgumentParser) -> None:
+    """Add those of `open_model`: what computes."""
     parser.add_argument(
         "--threads", type=positive, metavar="N", help="compute threads (default: one for each usable CPU)"
     )
@@ -45,21 +65,6 @@ def add(parser: argparse.ArgumentParser, *, context_help: str) -> None:
         metavar="N",
         help="the device that has these (default: spread over all)",
     )
-    parser.add_argument(
-        "--allow-other-semantics",
-        action="store_true",
-        help="accept a decoder of another model of the same shape, such as another quantization",
-    )
-    group = parser.add_argument_group("parameters of the context", context_help)
-    group.add_argument("--n-ctx", type=positive, metavar="N", help="cells")
-    group.add_argument("--n-batch", type=positive, metavar="N", help="most tokens of one call")
-    group.add_argument("--n-ubatch", type=positive, metavar="N", help="most tokens of one graph")
-    group.add_argument("--n-seq-max", type=positive, metavar="N", help="sequences")
-    group.add_argument("--type-k", choices=CACHE_TYPES, help="type of the keys")
-    group.add_argument("--type-v", choices=CACHE_TYPES, help="type of the values")
-    group.add_argument("--flash-attn", choices=("auto", "on", "off"))
-    group.add_argument("--kv-unified", action="store_true", help="one stream of cells for all sequences")
-    group.add_argument("--swa-full", action="store_true", help="a sliding window's cache of the full size")
 
 
 def context(args: argparse.Namespace) -> dict[str, Any]:
