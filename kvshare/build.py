@@ -446,7 +446,9 @@ def _cuda_compiler(definitions: Mapping[str, str]) -> str:
     Raises:
         BuildError: there is no nvcc where CMake looks for it.
     """
-    named = definitions.get("CMAKE_CUDA_COMPILER") or shlex.split(os.environ.get("CUDACXX") or "nvcc")[0]
+    named = (
+        definitions.get("CMAKE_CUDA_COMPILER") or (shlex.split(os.environ.get("CUDACXX", "")) or ["nvcc"])[0]
+    )
     nvcc = shutil.which(named)
     if nvcc is None:
         usual = next((str(path) for path in map(Path, _USUAL_NVCC) if path.is_file()), None)
