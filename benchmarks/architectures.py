@@ -9,13 +9,16 @@ The cases `turns...` are conversations: three times a provider prefills what is 
 decoder's sequence holds, and the decoder answers. The cases `forks...` freeze what a sequence holds;
 four contexts on private mappings of it go on in turn, each with tokens of its own.
 
-    python -m benchmarks.architectures [--json] [--arch REGEX] [--case NAME ...] [--n-gpu-layers N]
+    python -m benchmarks.architectures [--json] [--plot DIR] [--arch REGEX] [--case NAME ...]
+                                       [--n-gpu-layers N]
 
 With `--n-gpu-layers` models and caches are on a GPU. A fork needs memory of the host: it is not among the
 cases then.
 
 It prints how many architectures were `served`, `bit_identical` and `zero_moved` in all their cases of
 one handoff, and in how many all conversations and all forks were: `turns_identical`, `forks_identical`.
+`times` has of each that was served what a share (`share_us`, without sending it) and an adoption
+(`adopt_us`) took: medians over its cases of one handoff, each of them once, beside other work of the machine.
 """
 
 from __future__ import annotations
@@ -28,10 +31,11 @@ import os
 import re
 import select
 import socket
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,6 +46,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks import measure
 from kvshare._native import loader
 from kvshare._native.context import Context, Model
 from kvshare.decoder import Decoder
@@ -55,6 +60,7 @@ N_LONG = 216  # past every window of these models
 N_TURNS = (180, 20, 40)  # past the windows as well; with the answers no more than these models' 256
 N_DECODE = 3
 N_FORKS = 4
+N_SLOWEST = 10  # in the table
 TIMEOUT_S = 240.0
 
 HANDOFF, TURNS, FORKS = "handoff", "turns", "forks"
@@ -393,7 +399,18 @@ def summary(results: list[list[Result]]) -> dict[str, Any]:
         "zero_moved": count(HANDOFF, lambda result: result.status == "served" and not result.bytes_moved),
         "turns_identical": count(TURNS, _passes),
         "forks_identical": count(FORKS, _passes),
+        "times": {each[0].arch: found for each in counted if (found := _times(each))},
         "failures": [asdict(result) for each in counted for result in each if not _passes(result)],
+    }
+
+
+def _times(results: list[Result]) -> dict[str, float]:
+    mine = [each for each in results if each.status == "served" and _KINDS[each.case] == HANDOFF]
+    if not mine:
+        return {}
+    return {
+        "share_us": round(statistics.median(each.share_us for each in mine), 1),
+        "adopt_us": round(statistics.median(each.adopt_us for each in mine), 1),
     }
 
 
@@ -428,15 +445,45 @@ def _table(results: list[list[Result]], cases: list[str]) -> Table:
     return table
 
 
+def _slowest(times: Mapping[str, Mapping[str, float]]) -> Table:
+    table = Table(title=f"the {N_SLOWEST} that are adopted slowest, medians over the cases")
+    for column in ("architecture", "share us", "adopt us"):
+        table.add_column(column, justify="left" if column == "architecture" else "right")
+    for arch in sorted(times, key=lambda arch: -times[arch]["adopt_us"])[:N_SLOWEST]:
+        table.add_row(arch, f"{times[arch]['share_us']:.0f}", f"{times[arch]['adopt_us']:.0f}")
+    return table
+
+
+def plot(times: Mapping[str, Mapping[str, float]], folder: Path) -> None:
+    """Draw share and adoption of each architecture, the slowest adoption on top."""
+    pyplot = measure.pyplot()
+    names = sorted(times, key=lambda arch: times[arch]["adopt_us"])
+    figure, axes = pyplot.subplots(figsize=(8, 1.2 + 0.15 * len(names)), layout="constrained")
+    for step, marker in (("share", "s"), ("adopt", "o")):
+        axes.plot([times[name][f"{step}_us"] for name in names], range(len(names)), marker, ms=4, label=step)
+    axes.set_yticks(range(len(names)), names, fontsize=6)
+    axes.set(xlabel="us, medians over the cases", xlim=(0, None), ylim=(-1, len(names)))
+    axes.set_title("share and adoption, by architecture")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    measure.save_figure(figure, folder, "architectures")
+    pyplot.close(figure)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; exit status 0 only if every architecture passes every case."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.architectures", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="write a picture; needs matplotlib")
     parser.add_argument("--arch", default="", metavar="REGEX", help="only models whose name matches")
     parser.add_argument(
-        "--case", action="append", choices=[case.name for case in CASES], help="only this case"
+        "--case",
+        nargs="+",
+        choices=[case.name for case in CASES],
+        metavar="NAME",
+        help=f"some of {', '.join(case.name for case in CASES)} (default: all)",
     )
     parser.add_argument(
         "--n-gpu-layers", type=int, default=0, metavar="N", help="layers on a device (default: %(default)s)"
@@ -448,9 +495,14 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     console = Console(stderr=True)
     start = time.monotonic()
-    with console.status("building and generating the models"):
-        loader.load()
-        folder = architectures.models()
+    try:
+        if args.plot:
+            measure.pyplot()
+        with console.status("building and generating the models"):
+            loader.load()
+            folder = architectures.models()
+    except KvshareError as error:
+        return measure.complain("architectures", error)
     paths = sorted(path for path in folder.glob("*.gguf") if re.search(args.arch, path.stem))
     if not paths:
         parser.error(
@@ -464,12 +516,15 @@ def main(argv: list[str] | None = None) -> int:
             results.append(each)
             progress.advance(task)
     report = summary(results)
+    if args.plot:
+        plot(report["times"], args.plot)
     if args.json:
         print(json.dumps(report, indent=1))
     else:
         out = Console()
         out.print(_table(results, cases))
-        out.print({name: value for name, value in report.items() if name != "failures"})
+        out.print(_slowest(report["times"]))
+        out.print({name: value for name, value in report.items() if name not in ("times", "failures")})
         for failure in report["failures"]:
             out.print(
                 f"{failure['arch']} {failure['case']}: {failure['status']} {failure['error']}",

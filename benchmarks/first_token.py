@@ -1,6 +1,6 @@
 """Time to first token on a real model: one process against a decoder and a provider, and where it went.
 
-    python -m benchmarks.first_token [--json] [--model GGUF] [--tokens N ...] [--repetitions N]
+    python -m benchmarks.first_token [--json] [--plot DIR] [--model GGUF] [--tokens N ...] [--repetitions N]
 
 Every process has the model loaded and holds its CPUs; none runs while another one is measured, except
 provider and decoder, of which one waits for the other. The routes take turns, in another order each time:
@@ -375,12 +375,46 @@ def _cell(figures: Mapping[str, Any], name: str) -> str:
     return f"{figures[name]:,.{digits}f} [{low} {high}]"
 
 
+def plot(report: Mapping[str, Any], folder: Path) -> None:
+    """Draw what the time to the first token consists of on each route, a part of the picture a length."""
+    pyplot = measure.pyplot()
+    runs = report["runs"]
+    figure, places = pyplot.subplots(
+        len(runs), 1, figsize=(8, 0.8 + 2.1 * len(runs)), squeeze=False, layout="constrained"
+    )
+    for place, run in zip(places.flat, runs, strict=True):
+        for y, route in enumerate(ROUTES):
+            if route not in HANDOFFS:
+                place.barh(
+                    y, run[route]["ttft_ms"], color="0.7", label="prefill, in one process" if not y else None
+                )
+            left = 0.0
+            for i, step in enumerate(STEPS if route in HANDOFFS else ()):
+                ms = run[route][f"{step}_ms"]
+                label = step.replace("_", " ") if route == HANDOFFS[0] else None
+                place.barh(y, ms, left=left, color=f"C{i}", label=label)
+                left += ms
+            low, high = run[route]["quartiles"]["ttft_ms"]
+            place.plot([low, high], [y, y], "|-", color="black", linewidth=1)
+        place.set_yticks(range(len(ROUTES)), ROUTES)
+        place.invert_yaxis()
+        place.set(
+            title=f"{run['n_tokens']:,} tokens", xlabel="ms to the first token, medians; lines: quartiles"
+        )
+        place.grid(axis="x", alpha=0.3)
+        place.set_axisbelow(True)
+    figure.legend(*places[0][0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+    measure.save_figure(figure, folder, "first_token")
+    pyplot.close(figure)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.first_token", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="write a picture; needs matplotlib")
     parser.add_argument("--model", type=Path, metavar="GGUF", help="default: SmolLM2-135M-Instruct, fetched")
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=DEFAULT_TOKENS, metavar="N", help="default: %(default)s"
@@ -401,6 +435,8 @@ def main(argv: list[str] | None = None) -> int:
             with Model.open(args.model) as model:
                 ROLES[args.role](model, args.n_ctx, args.socket)
             return 0
+        if args.plot:
+            measure.pyplot()
         with progress.shown() as show:
             halves()  # before anything is fetched
             path = args.model or models.fetch("smollm2", show)
@@ -408,6 +444,8 @@ def main(argv: list[str] | None = None) -> int:
             report = measure_all(path, args.tokens, args.repetitions, show)
     except KvshareError as error:
         return measure.complain("first_token", error)
+    if args.plot:
+        plot(report, args.plot)
     measure.present(report, _tables(report), as_json=args.json, width=120)
     return 0
 

@@ -14,10 +14,10 @@ and a digest from `llama_kv_share_publish`. Through llama-server (`--kv-share`) 
 In each repetition every length has its handoff and its peers, in another order each time. All figures are
 medians; `quartiles` has the first and the third one. Of each length:
 
-- `share_us`, `send_us`, `adopt_us`: the three steps; in process, the connection is there already.
-  `handoff_us` is their sum. Through the server, they are what a client sees that is connected and has its
-  body ready; a share sends as well there. `share_server_us` and `adopt_server_us` is what the
-  server says itself, `server_us` their sum.
+- `share_us`: until the share is issued and sent, `adopt_us`; `handoff_us` is their sum. In process, the
+  connection is there already, and `send_us` is what of `share_us` it takes to send. Through the server, they
+  are what a client sees that is connected and has its body ready; `share_server_us` and `adopt_server_us` is
+  what the server says itself, `server_us` their sum.
 - `first_token_ms`: decoding one token after the adoption. `steady_token_ms`: the median of the next ones.
   Through the server, by its own clock; `first_token_http_ms` is from the request to its first event.
 - `page_faults`: of the decoder, from the beginning of the adoption to that first token.
@@ -34,9 +34,11 @@ has it, taken once:
 - `shm_copy`: the decoder enters them from shared memory: one copy.
 - `slot_restore`: llama-server's slot restore over HTTP, from a file in memory if there is such a place.
 
-`ratio_vs_file_memory` is how many handoffs fit into the restore of a file in memory, which was measured
-in process in the same run; `ratio_first_token` is the first token against a steady one. What does not
-apply to a route, or cannot be measured here, is null.
+The first four are measured in process, the last one through the server, and stand in the runs of both
+routes. What cannot be measured here, or is of a route that was not run, is null.
+
+`ratio_vs_file_memory` is how many handoffs fit into the restore of a file in memory; `ratio_first_token` is
+the first token against a steady one.
 """
 
 from __future__ import annotations
@@ -127,10 +129,11 @@ class InProcess:
         context, tokens = self._decoder.context, prompt(n_tokens)
         context.clear()
         share, steps = self._provider.hand_over(self._decoder, self._connection, n_tokens)
+        share_us = steps["share_us"] + steps["send_us"]
         faults = measure.page_faults(os.getpid())
         start = time.perf_counter()
         done = self._decoder.adopt(share, tokens)
-        steps["adopt_us"] = (time.perf_counter() - start) * 1e6
+        adopt_us = (time.perf_counter() - start) * 1e6
         self._share = share
         adopted()
         tokens_ms = []
@@ -142,8 +145,10 @@ class InProcess:
             if i == 0:
                 faults = measure.page_faults(os.getpid()) - faults
         return {
-            **steps,
-            "handoff_us": sum(steps.values()),
+            "share_us": share_us,
+            "send_us": steps["send_us"],
+            "adopt_us": adopt_us,
+            "handoff_us": share_us + adopt_us,
             "first_token_ms": tokens_ms[0],
             "steady_token_ms": statistics.median(tokens_ms[1:]),
             "ratio_first_token": tokens_ms[0] / statistics.median(tokens_ms[1:]),
@@ -452,10 +457,8 @@ def measure_route(
             "n_tokens": n,
             "route": route,
             **measure.medians(handoffs[n]),
-            "peers_ms": {**dict.fromkeys(PEERS), **measure.medians(peers[n])},
-            "saves_ms": {
-                name: round(bench.saves_ms[name][n], 3) if name in bench.saves_ms else None for name in PEERS
-            },
+            "peers_ms": measure.medians(peers[n]),
+            "saves_ms": {name: round(saves[n], 3) for name, saves in bench.saves_ms.items()},
             "quartiles": {**measure.quartiles(handoffs[n]), "peers_ms": measure.quartiles(peers[n])},
             "cold": {name: round(value, 3) for name, value in cold[n].items()},
         }
@@ -484,10 +487,19 @@ def measure_all(
         if route in routes:
             with BENCHES[route](model, lengths, show) as bench:
                 runs += measure_route(bench, route, lengths, repetitions, show)
-    files = {run["n_tokens"]: run["peers_ms"]["file_memory"] for run in runs if run["route"] == IN_PROCESS}
-    for run in runs:
-        restore = files.get(run["n_tokens"])
-        run["ratio_vs_file_memory"] = restore and round(restore * 1000 / run["handoff_us"], 1)
+    for n in lengths:
+        mine = [run for run in runs if run["n_tokens"] == n]
+        for part in ("peers_ms", "saves_ms"):
+            found: dict[str, float | None] = dict.fromkeys(PEERS)
+            for run in mine:
+                found |= run[part]
+            for run in mine:
+                run[part] = found
+        spread = {name: ends for run in mine for name, ends in run["quartiles"]["peers_ms"].items()}
+        for run in mine:
+            run["quartiles"]["peers_ms"] = spread
+            restore = run["peers_ms"]["file_memory"]
+            run["ratio_vs_file_memory"] = restore and round(restore * 1000 / run["handoff_us"], 1)
     return {
         "geometry": geometry.LAYOUT,
         "repetitions": repetitions,
@@ -510,7 +522,7 @@ def _tables(report: Mapping[str, Any]) -> Iterator[Table]:
             table.add_column(f"{run['n_tokens']:,} tokens", justify="right")
         for name, text in (
             ("share_us", "share (us)"),
-            ("send_us", "send"),
+            ("send_us", "of that, sending"),
             ("adopt_us", "adopt"),
             ("handoff_us", "handoff"),
             ("server_us", "by the server's clock"),
@@ -560,7 +572,7 @@ def plot(report: Mapping[str, Any], folder: Path) -> None:
                 [max(y - low, 0) for y, (low, _) in zip(ms, spread[name], strict=True)],
                 [max(high - y, 0) for y, (_, high) in zip(ms, spread[name], strict=True)],
             ]
-            label = "share + send + adopt" if name == "handoff" else name.replace("_", " ")
+            label = "share + adopt" if name == "handoff" else name.replace("_", " ")
             axes.errorbar(lengths, ms, yerr=bars, fmt=style, capsize=3, label=label)
         axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms, median and quartiles")
         axes.set_xticks(lengths, [f"{n:,}" for n in lengths])

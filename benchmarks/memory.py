@@ -7,7 +7,7 @@ The cache is that of `benchmarks.geometry`. Every process is a Python of its own
   prefills the prompt, and keeps its context, as a warm provider does; the decoder adopts and decodes a
   token. In the end all of them have mapped the whole cache; a provider has touched the rows of the prompt.
 
-    python -m benchmarks.memory [--tokens N] [--providers N ...] [--json]
+    python -m benchmarks.memory [--json] [--plot DIR] [--tokens N] [--providers N ...]
 
 Figures are taken from the kernel once all is done, in MiB. `pss_mib` is the proportional memory: what
 several processes map, the cache and the model's file above all, counts in parts that add up to one.
@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
 from benchmarks import geometry, measure
@@ -212,10 +213,37 @@ def _table(report: Mapping[str, Any]) -> Table:
     return table
 
 
+def plot(report: Mapping[str, Any], folder: Path) -> None:
+    """Draw the proportional memory of all processes, and what it consists of."""
+    pyplot = measure.pyplot()
+    found = {"one process": report["one"]}
+    found |= {f"decoder,\n{n} provider{'s'[: n != '1']}": each for n, each in report["shared"].items()}
+    figure, axes = pyplot.subplots(figsize=(1.5 + 1.5 * len(found), 4.5))
+    parts = {
+        "shared memory": [each["shmem_mib"] for each in found.values()],
+        "files": [each["file_mib"] for each in found.values()],
+        "private": [each["pss_mib"] - each["shmem_mib"] - each["file_mib"] for each in found.values()],
+        "page tables": [each["page_tables_mib"] for each in found.values()],
+    }
+    below = np.zeros(len(found))
+    for name, mib in parts.items():
+        drawn = axes.bar(list(found), mib, 0.6, bottom=below, label=name)
+        below += mib
+    axes.bar_label(drawn, [f"{mib:,.0f}" for mib in below], padding=2, fontsize="small")
+    axes.set(ylabel="MiB, of all processes", ylim=(0, 1.35 * max(below)))  # room for the legend
+    axes.set_title(f"proportional memory with a cache of {report['geometry']['mib']:,.0f} MiB")
+    axes.set_axisbelow(True)
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(fontsize="small", ncols=2)
+    measure.save_figure(figure, folder, "memory")
+    pyplot.close(figure)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__.split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="write a picture; needs matplotlib")
     parser.add_argument(
         "--tokens", type=int, default=DEFAULT_TOKENS, metavar="N", help="default: %(default)s"
     )
@@ -233,10 +261,14 @@ def main(argv: list[str] | None = None) -> int:
             with Model.open(args.model) as model:
                 ROLES[args.role](model, args.tokens, args.socket)
             return 0
+        if args.plot:
+            measure.pyplot()
         with progress.shown() as show:
             report = measure_all(args.tokens, args.providers, show)
     except KvshareError as error:
         return measure.complain("memory", error)
+    if args.plot:
+        plot(report, args.plot)
     measure.present(report, [_table(report)], as_json=args.json)
     return 0
 

@@ -337,7 +337,7 @@ def call(url: str, path: str, body: Mapping[str, Any]) -> Any:
         url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
     )
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        with processes.open_url(request, timeout=TIMEOUT_S) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         raise RemoteProtocolError(f"{path}: status {error.code}: {error.read(500)!r}") from error
@@ -367,7 +367,7 @@ class Bench:
     @classmethod
     def at(cls, route: str, server: str, front: str, cpus: Collection[int]) -> Bench:
         """Ask the server for its slots."""
-        with urllib.request.urlopen(f"{server}/props", timeout=TIMEOUT_S) as answer:
+        with processes.open_url(f"{server}/props", timeout=TIMEOUT_S) as answer:
             return cls(route, server, front, json.load(answer)["total_slots"], cpus)
 
     def measure(self, prompt: Sequence[int], n_streams: int = 1) -> Run:
