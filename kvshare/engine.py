@@ -26,7 +26,7 @@ import math
 import os
 import struct
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -42,6 +42,7 @@ from kvshare.errors import (
     ReplayError,
 )
 from kvshare.policy import (
+    PASSING,
     Evict,
     Memory,
     Policy,
@@ -54,13 +55,15 @@ from kvshare.policy import (
     choose_slot,
     reason_of,
 )
-from kvshare.server import AdoptedInSlot, Shared, Slot
+from kvshare.server import AdoptedInSlot, ServerBusyError, Shared, Slot
 
 _log = logging.getLogger(__name__)
 
 DEFAULT_PREFILL_TIMEOUT_S = 3600.0
 DEFAULT_SILENCE_S = 60.0
 CLEANUP_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
+RETRY_S = 1.0  # pause before a share is released once more
 SHARE_TIMEOUT_S = 15.0
 LET_GO_TIMEOUT_S = 2.0  # for a provider of a strict share that is done, as llama-server gives it
 
@@ -165,6 +168,7 @@ class Engine:
         self._clock = clock
         self._reserved: set[int] = set()
         self._owned: dict[int, _Owned] = {}
+        self._refused_at: dict[int, float] = {}  # slots that could not be shared
         self._keeps_idle = True  # whether the decoder has what it has cleared, as far as was seen
         self._n_queued = 0
         self._cleaning: set[asyncio.Future[Any]] = set()
@@ -172,7 +176,10 @@ class Engine:
     async def close(self) -> None:
         """Wait, for a bounded time, until the shares of cancelled requests are released."""
         if self._cleaning:
-            await asyncio.wait(self._cleaning, timeout=2 * CLEANUP_TIMEOUT_S)
+            _, left = await asyncio.wait(self._cleaning, timeout=2 * CLEANUP_TIMEOUT_S)
+            for each in left:
+                each.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
 
     @contextlib.asynccontextmanager
     async def prepared(
@@ -187,7 +194,7 @@ class Engine:
         Yields:
             What came of it. If `id_slot` is set, the request has to run there; else it goes as it came.
             Failures do not raise. Who knows what the request has left says so in `n_held` and `ran_on`,
-            or by `observe`.
+            or by `observe`; who knows that it was not answered, in `answered`.
         """
         ids = tuple(tokens)
         record = Record(n_tokens=len(ids))
@@ -201,10 +208,12 @@ class Engine:
             try:
                 yield record
             except BaseException:
-                if record.id_slot is not None:  # what was there, or was adopted, is there all the same
-                    self.note(ids, record)
+                record.answered = False
                 raise
-            self.note(ids, record)
+            finally:
+                # what was there, or was adopted, is there all the same
+                if record.answered or record.id_slot is not None:
+                    self.note(ids, record)
         finally:
             self._reserved.difference_update(reserved)
 
@@ -223,8 +232,13 @@ class Engine:
                 _log.warning("%d tokens were adopted, %d reused", record.n_handed, timings.cache_n)
         else:
             self.policy.prefilled_locally(timings.prompt_n, timings.prompt_ms)
-        if timings.cache_n < record.n_cached // 2:
-            self.memory.forget()  # the decoder was restarted, or has made room
+        relied_on = record.relied_on
+        if (
+            relied_on is not None
+            and timings.cache_n < record.n_cached // 2
+            and (relied_on.id_slot is None or record.ran_on in (None, relied_on.id_slot))
+        ):
+            self.memory.discard(relied_on)  # the decoder was restarted, or has made room
 
     def note(self, tokens: Sequence[int], record: Record) -> None:
         """Note what a request has left in the decoder's cache; `prepared` does so for its own."""
@@ -236,10 +250,11 @@ class Engine:
     async def _prepare(
         self, decoder: SharingDecoder, tokens: tuple[int, ...], record: Record, reserved: list[int]
     ) -> None:
-        record.n_cached = self.memory.n_cached(tokens)
+        self._rely(record, tokens)
         short = self.policy.too_short(len(tokens), record.n_cached)
         history = self.memory.history(tokens)
-        if short and history is None:
+        is_somewhere = record.relied_on is None or record.relied_on.id_slot is None  # and nobody knows where
+        if short and history is None and (short.reason is Reason.SHORT or is_somewhere):
             return record.stay(short.reason, short.detail)
         try:
             slots = await decoder.slots()
@@ -251,7 +266,9 @@ class Engine:
         home = self.memory.home(history, slots) if history else None
         if home and not (home.idle and home.n_ctx > len(tokens) and home.id_slot not in self._reserved):
             home = history = None  # somewhere else it is not
-        if short:
+        # what a slot has that is at work is nobody else's
+        self._rely(record, tokens, {each.id_slot for each in slots if not each.idle} | self._reserved)
+        if short := self.policy.too_short(len(tokens), record.n_cached):
             return self._stay(record, short, home, reserved)
         slot, occupied = (home, False) if home else self._choose(slots, len(tokens))
         if slot is None:
@@ -269,7 +286,7 @@ class Engine:
         if not verdict.hand_over:
             return self._stay(record, verdict, home, reserved)
         self._reserve(slot, reserved)
-        if home is None and (trouble := await self._empty(decoder, slot, occupied)):
+        if home is None and (trouble := await self._empty(decoder, slot, occupied, reserved)):
             return record.stay(Reason.NO_CLEAN_SLOT, trouble)
         n_new = len(tokens) - n_prefix
         self._n_queued += n_new
@@ -281,21 +298,38 @@ class Engine:
                 self._keeps_idle = record.n_prefix > 0
 
     def _choose(self, slots: Sequence[Slot], n_tokens: int) -> tuple[Slot | None, bool]:
+        # those that were refused come last: the share of somebody else may be there
+        slots = sorted(slots, key=lambda slot: self._refused_at.get(slot.id_slot, -math.inf))
         return choose_slot(slots, n_tokens, reserved=self._reserved, evictable=self._evictable(slots))
 
-    async def _empty(self, decoder: SharingDecoder, slot: Slot, occupied: bool) -> str:
+    def _rely(self, record: Record, tokens: tuple[int, ...], taken: Collection[int] = ()) -> None:
+        """Note what the decoder is thought to have of a prompt, in slots that are not taken."""
+        record.relied_on = self.memory.longest(tokens, taken)
+        record.n_cached = record.relied_on.n_cached(tokens) if record.relied_on else 0
+
+    async def _empty(self, decoder: SharingDecoder, slot: Slot, occupied: bool, reserved: list[int]) -> str:
         """Make a slot somebody else's; return what went wrong, else nothing."""
-        self._owned.pop(slot.id_slot, None)
         if not occupied:
+            self._owned.pop(slot.id_slot, None)
             self.memory.vacate(slot.id_slot)
             return ""
+        erasing = self._later(self._erase(decoder, slot.id_slot))
         try:
-            await decoder.erase(slot.id_slot)
+            await asyncio.shield(erasing)
+        except asyncio.CancelledError:
+            self._keep(reserved, erasing)
+            raise
         except KvshareError as error:
             self._evict = Evict.NONE if isinstance(error, NotShareableError) else self._evict
+            if owned := self._owned.get(slot.id_slot):
+                owned.used = self._clock()  # another one first, the next time
             return str(error) or type(error).__name__
-        self.memory.forget(slot.id_slot)
         return ""
+
+    async def _erase(self, decoder: SharingDecoder, id_slot: int) -> None:
+        await decoder.erase(id_slot)
+        self._owned.pop(id_slot, None)
+        self.memory.forget(id_slot)
 
     def _reserve(self, slot: Slot, reserved: list[int]) -> None:
         self._reserved.add(slot.id_slot)
@@ -320,11 +354,10 @@ class Engine:
         reserved: list[int],
     ) -> None:
         prefix = tokens[:-1]
-        stage, share_id = Stage.SHARE, None
+        stage, shared = Stage.SHARE, None
         try:
             start = time.monotonic()
             shared = await self._share(decoder, id_slot, tokens, reserved)
-            share_id = shared.share_id
             begun = time.monotonic()
             if not 0 <= shared.n_prefix < len(tokens):
                 raise RemoteProtocolError(
@@ -332,33 +365,37 @@ class Engine:
                 )
             record.share_ms, record.n_prefix = (begun - start) * 1000, shared.n_prefix
             if shared.n_prefix == len(prefix):  # more was there than anybody knew
-                trouble = await asyncio.shield(self._later(self._release(decoder, id_slot, share_id)))
+                trouble = await self._released(decoder, shared, reserved)
                 record.stay(Reason.CACHED, trouble, id_slot=None if trouble else id_slot)
                 return
             stage = Stage.PREFILL
             await self.prefiller.prefill(
-                share_id,
+                shared.share_id,
                 prefix,
                 deadline=begun + min(self._prefill_timeout_s, shared.expires_ms / 1000),
             )
             done = time.monotonic()
             record.prefill_ms = (done - begun) * 1000
             stage = Stage.ADOPT
-            adopted = await decoder.adopt(id_slot, share_id, prefix)
+            adopted = await decoder.adopt(id_slot, shared.share_id, prefix)
             record.adopt_ms = (time.monotonic() - done) * 1000
+            if adopted.n_adopted != len(prefix):
+                raise RemoteProtocolError(f"{adopted.n_adopted} of {len(prefix)} tokens were adopted")
         except asyncio.CancelledError:
-            if share_id is not None:
-                self._keep(reserved, self._later(self._release(decoder, id_slot, share_id)))
+            if shared is not None:
+                self._keep(reserved, self._later(self._release(decoder, shared)))
             raise
         except Exception as error:
             reason = reason_of(stage, error)
             if not isinstance(error, KvshareError):
                 _log.exception("%s failed in an unexpected way", stage.value)
             detail, trouble = str(error) or type(error).__name__, ""
-            if share_id is not None:
-                # the request must not find the slot leased; if it is cancelled now, this still ends
-                trouble = await asyncio.shield(self._later(self._release(decoder, id_slot, share_id)))
+            if shared is not None:
+                # the request must not find the slot leased
+                trouble = await self._released(decoder, shared, reserved)
                 detail += f"; release: {trouble}" if trouble else ""
+            elif reason is Reason.SHARE_REFUSED:
+                self._refused_at[id_slot] = self._clock()
             self._fail(record, reason, detail)
             if record.n_prefix and not trouble:  # the slot is as it was
                 record.id_slot = id_slot
@@ -388,27 +425,46 @@ class Engine:
         try:
             return await asyncio.shield(sharing)
         except asyncio.CancelledError:
-            self._keep(reserved, self._later(self._release_when_shared(decoder, id_slot, sharing)))
+            self._keep(reserved, self._later(self._release_when_shared(decoder, sharing)))
             raise
 
-    async def _release_when_shared(
-        self, decoder: SharingDecoder, id_slot: int, sharing: asyncio.Future[Shared]
-    ) -> None:
+    async def _release_when_shared(self, decoder: SharingDecoder, sharing: asyncio.Future[Shared]) -> None:
         try:
             shared = await asyncio.wait_for(sharing, SHARE_TIMEOUT_S)
         except (KvshareError, asyncio.TimeoutError):
             return
-        await self._release(decoder, id_slot, shared.share_id)
+        await self._release(decoder, shared)
 
-    async def _release(self, decoder: SharingDecoder, id_slot: int, share_id: int) -> str:
-        """Release a share; return what went wrong, else nothing."""
+    async def _released(self, decoder: SharingDecoder, shared: Shared, reserved: list[int]) -> str:
+        """Release a share; return what went wrong, else nothing.
+
+        A decoder that is busy is not waited for: its slot stays reserved until it has answered.
+        """
+        releasing = self._later(self._release(decoder, shared))
         try:
-            await asyncio.wait_for(decoder.release(id_slot, share_id), CLEANUP_TIMEOUT_S)
-        except asyncio.TimeoutError:
-            return "no answer"
-        except Exception as error:  # a server that restarted has no share any more
-            return str(error) or type(error).__name__
-        return ""
+            await asyncio.wait([releasing], timeout=CLEANUP_TIMEOUT_S)
+        finally:
+            if not releasing.done():
+                self._keep(reserved, releasing)
+        return releasing.result() if releasing.done() else "no answer yet"
+
+    async def _release(self, decoder: SharingDecoder, shared: Shared) -> str:
+        """Release a share, as often as it takes, while it lives; return what went wrong, else nothing.
+
+        A server that works on a batch answers later, and forgets the question of a client that hangs up.
+        """
+        end = time.monotonic() + shared.expires_ms / 1000
+        while True:
+            try:
+                await decoder.release(shared.id_slot, shared.share_id)
+            except DeadlineExceededError as error:
+                if time.monotonic() > end:
+                    return str(error)
+            except Exception as error:  # a server that restarted has no share any more
+                return str(error) or type(error).__name__
+            else:
+                return ""
+            await asyncio.sleep(RETRY_S)
 
     def _later(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         """Run something that a cancelled request must not take along."""
@@ -418,13 +474,19 @@ class Engine:
         return task
 
     def _keep(self, reserved: list[int], cleaning: asyncio.Future[Any]) -> None:
-        """Keep the slots of a cancelled request reserved until they are clean."""
+        """Keep the slots of a request reserved until they are clean, however long it lives."""
         kept = tuple(reserved)
         reserved.clear()
-        cleaning.add_done_callback(lambda _: self._reserved.difference_update(kept))
+
+        def done(cleaned: asyncio.Future[Any]) -> None:
+            self._reserved.difference_update(kept)
+            if not cleaned.cancelled() and (trouble := cleaned.exception() or cleaned.result()):
+                _log.warning("a slot was not cleaned: %s", trouble)
+
+        cleaning.add_done_callback(done)
 
     def _fail(self, record: Record, reason: Reason, detail: str) -> None:
-        if reason is not Reason.SHARE_REFUSED:  # another slot, or the next moment, may do
+        if reason not in PASSING:
             self.policy.failed(self._clock())
         record.stay(reason, detail)
 
@@ -486,6 +548,7 @@ class ProviderClient:
             PeerClosedError: the provider hung up, or died.
             DeadlineExceededError: it was not done in time, or it was silent for too long.
             LedgerIncompleteError: it says that it has failed, and why.
+            ServerBusyError: it has as many jobs as it takes.
             RemoteProtocolError: it says something that is no answer.
             LocalProtocolError: too many tokens for one message.
         """
@@ -510,6 +573,8 @@ class ProviderClient:
                 if not isinstance(message, (wire.Progress, wire.Outcome)) or message.share_id != share_id:
                     raise RemoteProtocolError(f"unexpected {type(message).__name__} from the provider")
                 if isinstance(message, wire.Outcome):
+                    if not message.ok and (message.error or "").startswith(wire.BUSY):
+                        raise ServerBusyError(f"the provider is {message.error}")
                     if not message.ok:
                         raise LedgerIncompleteError(f"the provider failed: {message.error}")
                     return
@@ -536,6 +601,7 @@ class ProviderClient:
         return await reading
 
     async def _connect(self, deadline: float) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        deadline = min(deadline, time.monotonic() + CONNECT_TIMEOUT_S)
         connecting = asyncio.ensure_future(
             asyncio.to_thread(fds.connect_unix, self.socket, deadline=deadline)
         )
@@ -701,9 +767,10 @@ class InProcessDecoder:
 
     async def release(self, id_slot: int, share_id: int) -> None:
         """End a share; idempotent."""
-        share = self._shares.pop(share_id, None)
+        share = self._shares.get(share_id)
         if share is not None:
             await self.run(share.release)
+            self._shares.pop(share_id, None)
 
     async def erase(self, id_slot: int) -> None:
         """Empty a sequence."""

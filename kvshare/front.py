@@ -317,7 +317,8 @@ class Front:
         async with aiohttp.ClientSession(
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
-            connector=aiohttp.TCPConnector(limit=0),
+            # a server may close a connection that waits just when it is used, and a POST is not sent twice
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
         ) as self._session:
             yield
@@ -419,7 +420,9 @@ class Front:
             )
         except aiohttp.ClientError as error:
             _log.warning("the server does not answer: %s", error)
+            record.answered = False
             return _bad_gateway(f"the server does not answer: {error}", said)
+        record.answered = answer.status == 200
         async with answer:
             response = web.StreamResponse(
                 status=answer.status, reason=answer.reason, headers=_end_to_end(answer.headers)
@@ -437,6 +440,7 @@ class Front:
                     await response.write(chunk)
             except aiohttp.ClientError as error:
                 _log.warning("the server hung up in the middle of its answer: %s", error)
+                record.answered = False
                 if request.transport is not None:
                     request.transport.abort()  # so that the client sees that it is not whole
                 return response

@@ -23,7 +23,7 @@ from kvshare.errors import (
     PeerClosedError,
     PeerRefusedError,
 )
-from kvshare.server import Slot
+from kvshare.server import ServerBusyError, Slot
 
 DEFAULT_THRESHOLD = 512
 
@@ -59,6 +59,8 @@ class Reason(str, enum.Enum):
     PROVIDER_DIED = "provider-died"
     PROVIDER_FAILED = "provider-failed"
     PROVIDER_SLOW = "provider-slow"
+    PROVIDER_BUSY = "provider-busy"
+    PROMPT_TOO_LONG = "prompt-too-long"
     ADOPT_REFUSED = "adopt-refused"
     EXPIRED = "expired"
     SERVER_SLOW = "server-slow"
@@ -84,6 +86,8 @@ FAILURES = frozenset(
         Reason.PROVIDER_DIED,
         Reason.PROVIDER_FAILED,
         Reason.PROVIDER_SLOW,
+        Reason.PROVIDER_BUSY,
+        Reason.PROMPT_TOO_LONG,
         Reason.ADOPT_REFUSED,
         Reason.EXPIRED,
         Reason.SERVER_SLOW,
@@ -95,6 +99,9 @@ FAILURES = frozenset(
 
 REFUSALS = frozenset({Reason.NOT_SHAREABLE, Reason.SHARE_REFUSED, Reason.ADOPT_REFUSED, Reason.EXPIRED})
 """Failures in which the decoder said no."""
+
+PASSING = frozenset({Reason.SHARE_REFUSED, Reason.PROVIDER_BUSY, Reason.PROMPT_TOO_LONG})
+"""Failures that say nothing of the next prompt, and are followed by no pause."""
 
 
 class Stage(enum.Enum):
@@ -118,12 +125,14 @@ class Record:
             leaves it to the decoder.
         n_tokens: tokens of the prompt; 0 if they are not known.
         n_cached: tokens that the decoder was thought to have already.
+        relied_on: what that was read from.
         n_prefix: tokens that the slot held when it was shared; the provider went on behind them.
         n_handed: tokens that were adopted, these included.
         bytes_moved: bytes that the adoption had to move; 0 in every known case.
         n_reused: tokens that the decoder says it reused; None if it did not say.
         n_held: tokens that a slot was left with, those of the answer included; None if that is not known.
         ran_on: the slot where the request ran, as far as that is known.
+        answered: False if the request is known to have failed.
         share_ms: time from asking for the share to its answer.
         prefill_ms: time that the provider took.
         adopt_ms: time from asking for the adoption to its answer.
@@ -135,12 +144,14 @@ class Record:
     id_slot: int | None = None
     n_tokens: int = 0
     n_cached: int = 0
+    relied_on: Held | None = None
     n_prefix: int = 0
     n_handed: int = 0
     bytes_moved: int | None = None
     n_reused: int | None = None
     n_held: int | None = None
     ran_on: int | None = None
+    answered: bool = True
     share_ms: float | None = None
     prefill_ms: float | None = None
     adopt_ms: float | None = None
@@ -228,6 +239,8 @@ def reason_of(stage: Stage, error: BaseException) -> Reason:
         return Reason.SERVER_GONE if at_server else Reason.PROVIDER_DIED
     if isinstance(error, DeadlineExceededError):
         return Reason.SERVER_SLOW if at_server else Reason.PROVIDER_SLOW
+    if isinstance(error, ServerBusyError) and not at_server:
+        return Reason.PROVIDER_BUSY
     if isinstance(error, (AdoptError, LedgerError, LocalProtocolError)):
         if stage is Stage.SHARE:
             return Reason.SHARE_REFUSED
@@ -235,6 +248,8 @@ def reason_of(stage: Stage, error: BaseException) -> Reason:
             return Reason.ADOPT_REFUSED
         if stage is Stage.PREFILL and isinstance(error, LedgerError):
             return Reason.PROVIDER_FAILED
+        if stage is Stage.PREFILL and isinstance(error, LocalProtocolError):
+            return Reason.PROMPT_TOO_LONG  # for one message
     return Reason.ERROR
 
 
@@ -298,9 +313,21 @@ class Memory:
     def __init__(self, n_prompts: int = 64) -> None:
         self._held: deque[Held] = deque(maxlen=n_prompts)
 
+    def longest(self, tokens: tuple[int, ...], taken: Collection[int] = ()) -> Held | None:
+        """Return what has the most tokens of a prompt, the newest of these.
+
+        Args:
+            tokens: the prompt.
+            taken: slots that do not count.
+        """
+        found = [held for held in reversed(self._held) if held.id_slot is None or held.id_slot not in taken]
+        longest = max(found, key=lambda held: held.n_cached(tokens), default=None)
+        return longest if longest and longest.n_cached(tokens) else None
+
     def n_cached(self, tokens: tuple[int, ...]) -> int:
         """Return how many tokens of a prompt may be cached somewhere."""
-        return max((held.n_cached(tokens) for held in self._held), default=0)
+        longest = self.longest(tokens)
+        return longest.n_cached(tokens) if longest else 0
 
     def history(self, tokens: tuple[int, ...]) -> Held | None:
         """Return what a prompt goes on behind: the longest, and the newest of these."""
@@ -336,6 +363,10 @@ class Memory:
             (replace(held, id_slot=None) if held.id_slot == id_slot else held for held in self._held),
             maxlen=self._held.maxlen,
         )
+
+    def discard(self, held: Held) -> None:
+        """Forget what was left of a prompt."""
+        self._keep(lambda each: each.tokens != held.tokens)
 
     def forget(self, id_slot: int | None = None) -> None:
         """Forget what was in a slot; None forgets all."""

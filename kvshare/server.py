@@ -77,7 +77,7 @@ _UNKNOWN_SHARE = re.compile(r"share.*(unknown|used|mismatch|another|no such|not 
 
 
 class ServerBusyError(PeerError):
-    """The server is there, but loads its model or has no slot for now."""
+    """The server or provider is there, but loads its model, or takes no more for now."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,8 @@ class ServerClient:
         if self._session is None:
             import aiohttp
 
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            # a server may close a connection that waits just when it is used, and a POST is not sent twice
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
         return self._session
 
     def with_headers(self, headers: Mapping[str, str]) -> ServerClient:

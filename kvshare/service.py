@@ -11,6 +11,7 @@ The rules:
   it changes hands together with its pair.
 - Whatever ends a job is said three times: in the ledger, on the job's connection, and on the share's
   if that is still open. What a peer gets wrong costs its own connection, and nothing else.
+- While a job is at work, those behind it hear that they wait (`n_filled` is 0), and are not given up.
 - Between two graphs a job ends early if its engine has hung up, if the share has expired, if its
   decoder has ended, or if the service stops.
 - A strict share's connection closes when nothing of it is mapped any more, done or not.
@@ -21,11 +22,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -50,6 +53,8 @@ _MAX_ARRIVALS = 64
 _TELL_S = 1.0
 # how often an idle service looks whether the decoder that it is warm for has died
 _IDLE_S = 1.0
+# how often jobs that wait are told so
+_WAIT_S = 1.0
 # pause after an accept that the kernel refuses, such as for want of descriptors
 _ACCEPT_PAUSE_S = 0.05
 
@@ -228,6 +233,8 @@ class Service:
         self._report = report
         self._report_lock = threading.Lock()
         self._ready: queue.SimpleQueue[_Pair | None] = queue.SimpleQueue()
+        self._waiting: deque[_Pair] = deque()  # taken from there
+        self._told = -math.inf
         self._stopping = False
         self._failure: BaseException | None = None
         self._decoder: OwnedFd | None = None  # pidfd of the one that the filler is warm for
@@ -260,7 +267,7 @@ class Service:
         try:
             while not self._stopping:
                 try:
-                    pair = self._ready.get(timeout=_IDLE_S)
+                    pair = self._waiting.popleft() if self._waiting else self._ready.get(timeout=_IDLE_S)
                 except queue.Empty:
                     self._look_at_decoder()
                     continue
@@ -309,10 +316,9 @@ class Service:
             check()
             message = wire.Progress(share_id=share_id, n_filled=n_filled, n_tokens=n_tokens)
             for connection in (job.connection, share.connection):
-                # never wait for a peer that does not read: the watermark says the same
-                if _writable(connection):
-                    _tell(connection, message)
+                _tell_if_it_reads(connection, message)  # the watermark says the same
             self._say("progress", share_id=share_id, n_filled=n_filled, n_tokens=n_tokens)
+            self._tell_waiting()
 
         try:
             check()
@@ -344,16 +350,30 @@ class Service:
                 fill_ms=(end - begun_at) * 1000,
             )
 
-    def _refuse_the_rest(self) -> None:
-        while True:
-            try:
+    def _take_ready(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
                 pair = self._ready.get_nowait()
-            except queue.Empty:
-                return
-            if pair is not None:
-                with contextlib.closing(pair):
-                    pair.fail(_STOPPING)
-                    self._say("failed", share_id=pair.job.share_id, error=_STOPPING, type="Cancelled")
+                if pair is not None:
+                    self._waiting.append(pair)
+
+    def _tell_waiting(self) -> None:
+        if time.monotonic() < self._told + _WAIT_S:
+            return
+        self._told = time.monotonic()
+        self._take_ready()
+        for pair in self._waiting:
+            header = pair.job.header
+            message = wire.Progress(share_id=header.share_id, n_filled=0, n_tokens=len(header.tokens))
+            _tell_if_it_reads(pair.job.connection, message)
+
+    def _refuse_the_rest(self) -> None:
+        self._take_ready()
+        for pair in self._waiting:
+            with contextlib.closing(pair):
+                pair.fail(_STOPPING)
+                self._say("failed", share_id=pair.job.share_id, error=_STOPPING, type="Cancelled")
+        self._waiting.clear()
 
     # -- the decoder whose memory the filler keeps mapped --
 
@@ -525,7 +545,7 @@ class _Reception:
         if share_id in self._jobs:
             raise PeerError(f"a job for share {share_id} waits already")
         if not self._places.acquire(blocking=False):
-            raise PeerError(f"busy: there are {self._max_jobs} jobs already")
+            raise PeerError(f"{wire.BUSY}: there are {self._max_jobs} jobs already")
         job = _Job(header, connection, self._places)
         self._say("job", share_id=share_id, n_tokens=len(header.tokens))
         share = self._shares.pop(share_id, None)
@@ -543,7 +563,7 @@ class _Reception:
                 raise PeerError(f"share {share_id} waits already")
             job = self._jobs.pop(share_id, None)
             if job is None and len(self._shares) >= self._max_jobs:
-                error = f"busy: there are {self._max_jobs} shares without a job already"
+                error = f"{wire.BUSY}: there are {self._max_jobs} shares without a job already"
                 share.offer.fail(error)
                 raise PeerError(error)
         except PeerError:
@@ -607,6 +627,12 @@ def _tell(connection: socket.socket, message: wire.Message) -> None:
     """Tell a peer, if it is there and reads; the ledger says the same."""
     with contextlib.suppress(KvshareError, OSError):
         fds.send_message(connection, wire.encode(message), deadline=time.monotonic() + _TELL_S)
+
+
+def _tell_if_it_reads(connection: socket.socket, message: wire.Message) -> None:
+    """Tell a peer, but never wait for one that does not read."""
+    if _writable(connection):
+        _tell(connection, message)
 
 
 def _events(file: socket.socket | OwnedFd, wanted: int) -> int:

@@ -42,6 +42,9 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _DIGEST = re.compile("[0-9a-f]{64}")
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
+BUSY = "busy"
+"""How the error of an outcome begins that says nothing of the share: the peer has enough to do for now."""
+
 # the key that says what a message is
 _BODIES = ("regions", "job", "progress", "outcome", "frozen", "prefix", "prefixes")
 

@@ -124,9 +124,15 @@ async def _serve(args: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
 
+    broken: list[BrokenPipeError] = []
+
     def report(path: str, record: Record) -> None:
         if args.json:
-            _print({"event": "completion", "route": path, **record.to_json()})
+            try:
+                _print({"event": "completion", "route": path, **record.to_json()})
+            except BrokenPipeError as error:  # not this request's fault
+                broken.append(error)
+                stop.set()
         else:
             logging.getLogger(__name__).info("%s: %s", path, json.dumps(record.to_json()))
 
@@ -149,6 +155,8 @@ async def _serve(args: argparse.Namespace) -> int:
             await stop.wait()
         finally:
             await runner.cleanup()
+    if broken:
+        raise broken[0]
     return 0
 
 

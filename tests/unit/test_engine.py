@@ -28,6 +28,7 @@ from kvshare import (
     RemoteProtocolError,
     ReplayError,
     SequenceInUseError,
+    fds,
 )
 from kvshare.engine import Engine, InProcessDecoder, ProviderClient
 from kvshare.policy import (
@@ -47,7 +48,7 @@ from kvshare.policy import (
     common_prefix,
     reason_of,
 )
-from kvshare.server import AdoptedInSlot, ServerClient, Shared, Slot
+from kvshare.server import AdoptedInSlot, ServerBusyError, ServerClient, Shared, Slot
 from kvshare.testing import FakeDecoder
 from kvshare.testing.fakes import plain_layout
 from kvshare.testing.http import FakeServer, FakeService
@@ -347,7 +348,8 @@ def test_choose_slot(
         (Stage.PREFILL, DeadlineExceededError(""), Reason.PROVIDER_SLOW),
         (Stage.PREFILL, LedgerIncompleteError(""), Reason.PROVIDER_FAILED),
         (Stage.PREFILL, RemoteProtocolError(""), Reason.ERROR),
-        (Stage.PREFILL, LocalProtocolError(""), Reason.ERROR),
+        (Stage.PREFILL, LocalProtocolError(""), Reason.PROMPT_TOO_LONG),
+        (Stage.PREFILL, ServerBusyError(""), Reason.PROVIDER_BUSY),
         (Stage.ADOPT, LedgerDigestError(""), Reason.ADOPT_REFUSED),
         (Stage.ADOPT, ReplayError(""), Reason.ADOPT_REFUSED),
         (Stage.ADOPT, SequenceInUseError(""), Reason.ADOPT_REFUSED),
@@ -555,6 +557,140 @@ def test_a_release_that_fails_is_told() -> None:
     run(work())
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_slot_is_reserved_until_a_busy_decoder_has_released_it(
+    monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
+    """A server that works on a batch answers late, and forgets what a client asked that hangs up."""
+    monkeypatch.setattr("kvshare.engine.CLEANUP_TIMEOUT_S", 0.02)
+    monkeypatch.setattr("kvshare.engine.RETRY_S", 0.01)
+
+    async def work() -> None:
+        partner = Scripted(n_slots=1)
+        partner.raises = {"release": DeadlineExceededError("no answer")}
+        partner.waits = {"prefill": 5} if cancelled else {}
+        if not cancelled:
+            partner.raises["prefill"] = LedgerIncompleteError("failed")
+        driven = engine(partner)
+        task = asyncio.ensure_future(outcome(driven))
+        await until(lambda: "prefill" in partner.calls)
+        if cancelled:
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        else:
+            assert "no answer yet" in (await task).detail
+        await until(lambda: partner.calls.count("release") > 2)
+        assert driven._reserved == {0}
+        del partner.raises["release"]
+        await until(lambda: not driven._reserved)
+        assert not driven._cleaning
+
+    run(work())
+
+
+def test_a_release_ends_with_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvshare.engine.CLEANUP_TIMEOUT_S", 0.02)
+    monkeypatch.setattr("kvshare.engine.RETRY_S", 0.01)
+
+    async def work() -> None:
+        partner = Scripted()
+        partner.expires_ms = 100
+        partner.raises = {
+            "prefill": LedgerIncompleteError("failed"),
+            "release": DeadlineExceededError("no answer"),
+        }
+        driven = engine(partner)
+        await outcome(driven)
+        assert driven._reserved
+        await until(lambda: not driven._reserved)
+
+    run(work())
+
+
+@pytest.mark.parametrize("n_adopted", [0, 298, 300])
+def test_another_number_of_tokens_is_no_handoff(n_adopted: int) -> None:
+    async def work() -> None:
+        partner = Scripted()
+
+        async def adopt(id_slot: int, share_id: int, tokens: Sequence[int]) -> AdoptedInSlot:
+            return AdoptedInSlot(id_slot, n_adopted, n_adopted, 0, 1.0)
+
+        partner.adopt = adopt  # type: ignore[method-assign]
+        record = await outcome(engine(partner))
+        assert (record.route, record.reason, record.id_slot) == (Route.LOCAL, Reason.ERROR, None)
+        assert f"{n_adopted} of 299 tokens" in record.detail
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (LocalProtocolError("too many for a message"), Reason.PROMPT_TOO_LONG),
+        (ServerBusyError("the provider is busy"), Reason.PROVIDER_BUSY),
+    ],
+)
+def test_what_says_nothing_of_the_next_prompt_does_not_pause(error: Exception, reason: Reason) -> None:
+    async def work() -> None:
+        partner = Scripted()
+        partner.raises["prefill"] = error
+        driven = engine(partner)
+        assert (await outcome(driven)).reason is reason
+        driven.memory.forget()
+        del partner.raises["prefill"]
+        assert (await outcome(driven)).reason is Reason.HANDED_OVER
+
+    run(work())
+
+
+def test_a_slot_that_was_refused_comes_last() -> None:
+    """The share of somebody else may be there."""
+
+    async def work() -> None:
+        partner = Scripted(n_slots=3)
+        partner.live[7] = 0
+        driven = engine(partner)
+        assert (await outcome(driven)).reason is Reason.SHARE_REFUSED
+        driven.memory.forget()
+        record = await outcome(driven)
+        assert (record.reason, record.id_slot) == (Reason.HANDED_OVER, 1)
+
+    run(work())
+
+
+def test_a_request_that_was_not_answered_leaves_nothing() -> None:
+    async def work() -> None:
+        partner = Scripted()
+        partner.busy = {0, 1}
+        driven = engine(partner)
+        async with driven.prepared(TOKENS) as record:
+            assert record.reason is Reason.NO_CLEAN_SLOT
+            record.answered = False
+        partner.busy = set()
+        assert (await outcome(driven)).reason is Reason.HANDED_OVER
+
+    run(work())
+
+
+def test_one_miss_forgets_one_prompt() -> None:
+    async def work() -> None:
+        partner = Scripted()
+        driven = engine(partner)
+        other = tuple(range(5000, 5300))
+        await outcome(driven)
+        await outcome(driven, other)
+        async with driven.prepared(TOKENS) as record:
+            assert (record.reason, record.id_slot) == (Reason.CACHED, 0)
+            driven.observe(record, Timings(cache_n=0, prompt_n=300, prompt_ms=30))
+        assert (await outcome(driven, other)).reason is Reason.CACHED
+        async with driven.prepared(TOKENS) as record:  # it ran somewhere else: nothing is wrong
+            driven.observe(record, Timings(cache_n=0, prompt_n=300, prompt_ms=30), id_slot=7)
+            assert driven.memory.n_cached(TOKENS) == 300
+
+    run(work())
+
+
 def test_failures_pause_the_engine() -> None:
     async def work() -> None:
         partner = Scripted()
@@ -714,6 +850,21 @@ async def run_turn(driven: Engine, partner: Scripted, n: int, *, id_slot: int | 
     return record
 
 
+def test_what_a_busy_slot_has_in_common_is_of_no_use() -> None:
+    """Such as a system prompt: all of it would be prefilled in another slot."""
+
+    async def work() -> None:
+        partner = Scripted()
+        driven = engine(partner)
+        await outcome(driven, range(1000))
+        other = (*range(400), *range(5000, 5050))
+        partner.busy = {0}
+        record = await outcome(driven, other)
+        assert (record.reason, record.id_slot, record.n_cached) == (Reason.HANDED_OVER, 1, 0)
+
+    run(work())
+
+
 def test_every_turn_goes_to_the_slot_with_its_history() -> None:
     async def work() -> None:
         partner = Scripted(n_slots=3)
@@ -758,14 +909,17 @@ def test_a_short_turn_does_not_wait_for_its_slot() -> None:
         driven = engine(partner)
         await run_turn(driven, partner, 0)
         short = turn(0) + (1,) * 30
+        # what a slot has that is at work is of no use: all of it would be prefilled elsewhere
         partner.busy = {0}
         async with driven.prepared(short) as record:
-            assert (record.reason, record.id_slot) == (Reason.CACHED, None)
+            assert (record.reason, record.id_slot, record.n_cached) == (Reason.HANDED_OVER, 1, 0)
         partner.busy = set()
+        partner.n_tokens[1] = 0
         driven.memory.forget()
         driven.memory.add(turn(0), 0, 319)
-        async with driven.prepared(short) as first, driven.prepared(short) as second:
-            assert (first.id_slot, second.id_slot) == (0, None)  # reserved
+        async with driven.prepared(short) as first, driven.prepared(short) as second:  # reserved
+            assert (first.reason, first.id_slot) == (Reason.CACHED, 0)
+            assert (second.reason, second.id_slot) == (Reason.HANDED_OVER, 1)
         driven.memory.forget()
         driven.memory.add(turn(0), 0, 319)
         for n_tokens in (0, 318, 320):  # cleared: the server looks for it itself; or somebody else's
@@ -1022,6 +1176,34 @@ def test_eviction(evict: Evict, id_task: int, expected: Reason) -> None:
     run(work())
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_slot_that_was_not_emptied_stays_the_engines_own(cancelled: bool) -> None:
+    async def work() -> None:
+        partner = Scripted(n_slots=1)
+        driven = engine(partner)
+        await outcome(driven)
+        driven.memory.forget()
+        if cancelled:
+            partner.waits["erase"] = 0.05
+            task = asyncio.ensure_future(outcome(driven))
+            await until(lambda: "erase" in partner.calls)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert driven._reserved == {0}
+            await driven.close()
+            assert partner.n_tokens == [0]
+            assert not driven._reserved
+        else:
+            partner.raises["erase"] = SequenceInUseError("busy")
+            assert (await outcome(driven)).reason is Reason.NO_CLEAN_SLOT
+            driven.memory.forget()
+            del partner.raises["erase"]
+        assert (await outcome(driven)).reason is Reason.HANDED_OVER
+
+    run(work())
+
+
 def test_foreign_slots_are_left_alone() -> None:
     async def work() -> None:
         partner = Scripted(n_slots=1)
@@ -1091,6 +1273,25 @@ def test_provider_absent(server: FakeServer, folder: Path) -> None:
 
     drive(server, folder / "p.sock", work)
     require_clean(server)
+
+
+def test_a_provider_that_does_not_accept(
+    server: FakeServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its backlog is full, as that of a process which was stopped."""
+    monkeypatch.setattr("kvshare.engine.CONNECT_TIMEOUT_S", 0.1)
+
+    async def work() -> None:
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(fds.listening(folder / "p.sock"))
+            listener.listen(0)
+            stack.enter_context(fds.connect_unix(folder / "p.sock"))
+            start = time.monotonic()
+            with pytest.raises(KvshareError):
+                await ProviderClient(folder / "p.sock").prefill(1, TOKENS, deadline=start + 60)
+            assert time.monotonic() - start < 10
+
+    run(work())
 
 
 def test_provider_dies_midway(server: FakeServer, service: FakeService, folder: Path) -> None:

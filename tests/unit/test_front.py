@@ -216,6 +216,24 @@ def test_a_second_request_is_cached(server: FakeServer, service: FakeService, fo
     drive(server, folder, work)
 
 
+@pytest.mark.parametrize("status", [400, 500])
+def test_a_request_that_fails_is_not_cached(
+    server: FakeServer, service: FakeService, folder: Path, status: int
+) -> None:
+    async def work(client: Client) -> None:
+        client.front.engine.policy.max_pause_s = 0
+        service.error = "no"
+        server.fail["/completion"] = (status, "no")
+        answer, _ = await client.post("/completion", COMPLETION)
+        assert answer.status == status
+        server.fail.clear()
+        service.error = None
+        answer, _ = await client.post("/completion", COMPLETION)
+        assert answer.headers["X-Kvshare-Reason"] == "handed-over"
+
+    drive(server, folder, work)
+
+
 def test_slots_are_reused(server: FakeServer, service: FakeService, folder: Path) -> None:
     """More prompts than slots: those that the engine filled are emptied, the oldest first."""
 
@@ -599,7 +617,7 @@ def test_forwarded_as_it_is(server: FakeServer, folder: Path, method: str) -> No
 
 
 def test_nothing_is_added_to_a_request(server: FakeServer, folder: Path) -> None:
-    """A raw client that sends no header but Host: the server gets none either."""
+    """A raw client that sends no header but Host: the server gets none that concerns the request."""
 
     async def work(client: Client) -> None:
         host, port = client.url.removeprefix("http://").split(":")
@@ -609,7 +627,7 @@ def test_nothing_is_added_to_a_request(server: FakeServer, folder: Path) -> None
         writer.close()
         await writer.wait_closed()
         found = json.loads(text.partition(b"\r\n\r\n")[2])
-        assert [name for name, _ in found["headers"]] == ["Host"]
+        assert [name for name, _ in found["headers"]] == ["Host", "Connection"]
 
     drive(server, folder, work)
 
@@ -863,6 +881,29 @@ def test_the_command(server: FakeServer, service: FakeService, folder: Path, num
         assert record["n_handed"] == record["n_reused"] == 200
         process.send_signal(number)
         assert process.wait(10) == 0
+        assert process.stderr.read() == ""
+
+
+def test_the_command_when_nobody_reads_what_it_prints(
+    server: FakeServer, service: FakeService, folder: Path
+) -> None:
+    """It ends as other commands do; the request that it could not report is answered."""
+    command = [sys.executable, "-m", "kvshare", "engine", "--json", "--listen", "127.0.0.1:0"]
+    command += ["--decoder", server.url, "--provider", service.path, "--threshold", "100"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        listening = json.loads(process.stdout.readline())
+        process.stdout.close()
+
+        async def ask() -> None:
+            async with aiohttp.ClientSession() as session:
+                answer = await session.post(listening["url"] + "/completion", json=COMPLETION)
+                assert answer.status == 200
+                assert json.loads(await answer.read())["timings"]["cache_n"] == 200
+
+        asyncio.run(asyncio.wait_for(ask(), 20))
+        assert process.wait(20) == 141
         assert process.stderr.read() == ""
 
 

@@ -290,6 +290,59 @@ def test_jobs_are_served_in_turn(start: Callable[..., Running], decoder: FakeDec
             decoder.adopt(share, TOKENS)
 
 
+def test_jobs_that_wait_hear_of_it(
+    start: Callable[..., Running], decoder: FakeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that hears nothing would take the provider for dead."""
+    monkeypatch.setattr("kvshare.service._WAIT_S", 0.0)
+    running = start()
+    running.filler.hold.clear()
+    with (
+        shared(decoder, running.path) as first,
+        shared(decoder, running.path, seq_id=1) as second,
+        Job(running.path, first.share_id) as at_work,
+    ):
+        running.wait_for("begun")
+        with Job(running.path, second.share_id) as waiting:
+            running.wait_for("job", 2)
+            running.filler.hold.set()
+            assert at_work.outcome().ok
+            assert waiting.outcome().ok
+        assert 0 not in at_work.progress
+        assert waiting.progress[0] == 0
+        decoder.adopt(second, TOKENS)
+
+
+def test_a_job_that_waits_when_the_service_stops(
+    start: Callable[..., Running], decoder: FakeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvshare.service._WAIT_S", 0.0)
+    running = start()
+    running.filler.hold.clear()
+    report = running.service._report
+
+    def hold(event: str, /, **fields: Any) -> None:
+        if event == "progress":
+            running.filler.hold.clear()  # one step, and no more
+        report(event, **fields)
+
+    running.service._report = hold
+    with (
+        shared(decoder, running.path) as first,
+        shared(decoder, running.path, seq_id=1) as second,
+        Job(running.path, first.share_id) as at_work,
+        Job(running.path, second.share_id) as waiting,
+    ):
+        running.wait_for("job", 2)
+        running.filler.hold.set()
+        running.wait_for("progress")
+        fds.receive_message(waiting.connection, deadline=time.monotonic() + WAIT_S, max_fds=0)
+        running.service.stop()
+        running.filler.hold.set()
+        assert not at_work.outcome().ok
+        assert waiting.outcome().error == "the provider stops"
+
+
 def test_accepting_goes_on_behind_a_prefill(start: Callable[..., Running], decoder: FakeDecoder) -> None:
     running = start(pair_timeout_s=0.2)
     running.filler.hold.clear()
