@@ -29,6 +29,7 @@ import sys
 import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from kvshare import fds, wire
@@ -64,7 +65,6 @@ class Prefix:
     Attributes:
         header: what is sent.
         layout: what the bytes of its memory are.
-        tokens: its token ids.
         entered: what the last fork or wrap did; None before the first. Nothing is moved in any known case.
     """
 
@@ -102,8 +102,6 @@ class Prefix:
             if not isinstance(text, str) or hashlib.sha256(text.encode()).hexdigest() != header.semantics:
                 raise RemoteProtocolError("params.semantics does not have the digest that the header says")
             self._semantics_text = text
-            self.tokens = self._read_tokens()
-            self._record = self._read_ledger()
             self._record.verify(
                 share_id=header.prefix_id,
                 layout=header.layout,
@@ -394,7 +392,7 @@ class Prefix:
         if isinstance(built, Context):
             context, llama = built, None
         else:
-            model = Model(loader.load(), built._model.model, owned=False)
+            model = Model(loader.load(), built._model.model, owned=False, owner=built)
             context, llama = Context(model, built._ctx.ctx, owner=built), built
         decoder = Decoder(context, llama=llama, forked=True)
         self._enter(context, seq_id, allow_other=allow_other_semantics)
@@ -430,6 +428,34 @@ class Prefix:
         )
 
     # -- what it is ------------------------------------------------------------------------------
+
+    @cached_property
+    def tokens(self) -> array[int]:
+        """Its token ids."""
+        entry, n = self.header.tokens, 4 * self.header.n_tokens
+        if entry.size != n or n > _MAX_TOKENS_NBYTES:
+            raise RemoteProtocolError(f"{self.header.n_tokens} tokens cannot have {entry.size} bytes")
+        tokens = array("i", os.pread(self._fds[entry.fd].fileno(), n, 0))
+        if sys.byteorder == "big":
+            tokens.byteswap()
+        return tokens
+
+    @cached_property
+    def _record(self) -> LedgerRecord:
+        entry = self.header.ledger
+        if not HEADER_NBYTES <= entry.size <= _MAX_LEDGER_NBYTES:
+            raise LedgerError(f"a ledger of a prefix cannot have {entry.size} bytes")
+        # nobody can map the sealed one writable, as a ledger in use is
+        copy = fds.memfd_create("kvshare-ledger", entry.size)
+        with copy:
+            os.pwrite(copy.fileno(), os.pread(self._fds[entry.fd].fileno(), entry.size, 0), 0)
+            with Ledger.open(copy, entry.size) as ledger:
+                return ledger.snapshot()
+
+    def forget(self) -> None:
+        """Give back the copies of tokens and metadata; they are read again when they are needed."""
+        self.__dict__.pop("tokens", None)
+        self.__dict__.pop("_record", None)
 
     @property
     def name(self) -> str:
@@ -480,26 +506,6 @@ class Prefix:
         found = fds.fd_size(fd)
         if end > found:
             raise DescriptorError(f"{what} that ends at {end} exceeds its descriptor of {found} bytes")
-
-    def _read_tokens(self) -> array[int]:
-        entry, n = self.header.tokens, 4 * self.header.n_tokens
-        if entry.size != n or n > _MAX_TOKENS_NBYTES:
-            raise RemoteProtocolError(f"{self.header.n_tokens} tokens cannot have {entry.size} bytes")
-        tokens = array("i", os.pread(self._fds[entry.fd].fileno(), n, 0))
-        if sys.byteorder == "big":
-            tokens.byteswap()
-        return tokens
-
-    def _read_ledger(self) -> LedgerRecord:
-        entry = self.header.ledger
-        if not HEADER_NBYTES <= entry.size <= _MAX_LEDGER_NBYTES:
-            raise LedgerError(f"a ledger of a prefix cannot have {entry.size} bytes")
-        # nobody can map the sealed one writable, as a ledger in use is
-        copy = fds.memfd_create("kvshare-ledger", entry.size)
-        with copy:
-            os.pwrite(copy.fileno(), os.pread(self._fds[entry.fd].fileno(), entry.size, 0), 0)
-            with Ledger.open(copy, entry.size) as ledger:
-                return ledger.snapshot()
 
 
 @contextlib.contextmanager

@@ -115,6 +115,7 @@ class PrefixStore:
 
         *Ownership*: takes the prefix, and closes it if it raises.
         """
+        prefix.forget()  # how much that takes is for its maker to say
         nbytes = prefix.nbytes
         if nbytes > self._max_nbytes:
             prefix.close()

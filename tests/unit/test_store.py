@@ -127,6 +127,17 @@ def test_one_that_is_too_large() -> None:
             large._fds[0].fileno()
 
 
+def test_what_a_prefix_says_of_itself_is_not_kept_in_memory() -> None:
+    """How much that is decides its maker, and no bound counts it."""
+    with PrefixStore() as store:
+        prefix = sized("one", 4096)
+        tokens = prefix.tokens
+        store.put(prefix)
+        assert {"tokens", "_record"}.isdisjoint(vars(prefix))
+        with store.use("one") as used:
+            assert used.tokens == tokens
+
+
 def test_how_many() -> None:
     with PrefixStore(max_prefixes=2) as store:
         evicted = [entry.name for i in range(5) for entry in store.put(frozen_prefix(f"{i}"))]
