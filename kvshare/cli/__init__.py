@@ -29,7 +29,6 @@ COMMANDS = ("demo", "doctor", "prefill", "provider", "engine", "prefix", "build"
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
-EXIT_TERMINATED = 143
 
 _EPILOG = """\
 examples:
@@ -44,7 +43,7 @@ examples:
 
 exit status:
   0 done; 2 wrong usage; 10 library; 11 mismatch; 12 protocol; 13 peer; 14 descriptors; 15 ledger;
-  16 adopt; 17 native call; 18 model; 20 build; 21 patch; 130 interrupted; 143 terminated;
+  16 adopt; 17 native call; 18 model; 20 build; 21 patch; 129 hung up; 130 interrupted; 143 terminated;
   1 anything else
 """
 
@@ -64,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminated)
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # of `nohup` it is to be ignored
+            signal.signal(signal.SIGHUP, _terminated)
     try:
         status = _run(args)
         sys.stdout.flush()
@@ -111,9 +112,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _terminated(*_: object) -> NoReturn:
-    """Unwind on SIGTERM, so that compilers and providers that were started end as well."""
-    raise SystemExit(EXIT_TERMINATED)
+def _terminated(number: int, _: object) -> NoReturn:
+    """Unwind on a signal, so that compilers and providers that were started end as well."""
+    raise SystemExit(128 + number)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -213,14 +213,13 @@ def _cache() -> Check:
     from kvshare import fetch
 
     folder = fetch.cache_dir()
+    hint = "choose another one with $KVSHARE_CACHE"
     place = folder
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    try:
+        while not place.exists():
+            place = place.parent
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        return Check("cache folder", False, f"{folder}: {error.strerror}", hint)
     writable = os.access(place, os.W_OK)
-    return Check(
-        "cache folder",
-        writable,
-        f"{folder}, {free / 2**30:.1f} GiB free",
-        "choose another one with $KVSHARE_CACHE",
-    )
+    return Check("cache folder", writable, f"{folder}, {free / 2**30:.1f} GiB free", hint)

@@ -250,5 +250,5 @@ def _nbytes(text: str) -> int:
     """Parse a number of bytes, such as 500M."""
     match = re.fullmatch(r"(\d+)([KMGT]?)", text)
     if match is None or int(match[1]) == 0:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, such as 500M or 4G")
     return int(match[1]) * _UNITS[match[2]]

@@ -63,4 +63,7 @@ def _read_tokens(path: Path) -> list[int]:
 
 
 def _tokens(text: str) -> list[int]:
-    return [int(part) for part in text.replace(",", " ").split()]
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} are not token ids, such as 1,450,2") from error

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import tempfile
 from pathlib import Path
 
 from kvshare import build, fetch
+from kvshare.errors import BuildError
 
 TARGET = "test-llama-archs"
 
@@ -17,15 +20,23 @@ def models(*, jobs: int | None = None) -> Path:
         jobs: compile jobs, if the program is not there yet.
 
     Raises:
-        BuildError: the program cannot be built.
+        BuildError: the program cannot be built, or it failed.
     """
     program = build.build_target(TARGET, jobs=jobs)
-    folder = fetch.cache_dir() / "models" / f"archs-{fetch.sha256_of(program)[:16]}"
-    complete = folder / "complete"
-    if not complete.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        subprocess.run(
-            [program, "-o", folder], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        complete.touch()
+    folder = fetch.cache_dir() / "models" / f"architectures-{fetch.sha256_of(program)[:16]}"
+    if folder.is_dir():
+        return folder
+    with fetch.locked(folder.with_name(f"{folder.name}.lock")), fetch.disk_errors(folder):
+        if folder.is_dir():
+            return folder
+        prefix = f".{folder.name}-"
+        fetch.remove_left(folder.parent, prefix)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix) as scratch:
+            made = Path(scratch) / "made"
+            made.mkdir()
+            done = subprocess.run([program, "-o", made], capture_output=True, text=True, check=False)
+            if done.returncode:
+                said = "\n".join((done.stdout + done.stderr).splitlines()[-5:])
+                raise BuildError(f"{program} ended with status {done.returncode}: {said}")
+            os.replace(made, folder)
     return folder

@@ -124,27 +124,82 @@ def test_no_such_tree(tmp_path: Path, series: patches.Series) -> None:
             action(tmp_path / "nowhere", series)
 
 
-@pytest.mark.parametrize("fail_at", range(8))
+@pytest.mark.parametrize("fail_at", range(4))  # two files changed, two files added
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("linked", [True, False])
 def test_failing_rename_is_undone(
-    tree: Path, series: patches.Series, monkeypatch: pytest.MonkeyPatch, fail_at: int
+    tree: Path,
+    series: patches.Series,
+    monkeypatch: pytest.MonkeyPatch,
+    fail_at: int,
+    late: bool,
+    linked: bool,
 ) -> None:
     before = snapshot(tree)
-    rename, calls = os.rename, 0
+    replace, calls = os.replace, 0
 
     def failing(source: Path, target: Path) -> None:
         nonlocal calls
         calls += 1
-        if calls == fail_at + 1:
-            raise OSError(28, "No space left on device", str(target))
-        rename(source, target)
+        if calls != fail_at + 1:
+            replace(source, target)
+            return
+        if late:  # as an interrupt comes
+            replace(source, target)
+            raise KeyboardInterrupt
+        raise OSError(28, "No space left on device", str(target))
 
-    monkeypatch.setattr(os, "rename", failing)
-    if fail_at >= 6:  # two files changed, two renames each, two files added
-        patches.apply(tree, series)
-        return
-    with pytest.raises(PatchError, match="No space left on device; the tree is as it was"):
-        patches.apply(tree, series)
+    def no_link(*_: object) -> None:
+        raise PermissionError(1, "a file system without links")
+
+    monkeypatch.setattr(os, "replace", failing)
+    if not linked:
+        monkeypatch.setattr(os, "link", no_link)
+    if late:
+        with pytest.raises(KeyboardInterrupt):
+            patches.apply(tree, series)
+    else:
+        with pytest.raises(PatchError, match="No space left on device; the tree is as it was"):
+            patches.apply(tree, series)
     assert snapshot(tree) == before
+
+
+def test_what_cannot_be_given_back_is_named(
+    tree: Path, series: patches.Series, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are, and the one is kept under its second name."""
+    before = contents(tree)
+    replace = os.replace
+
+    def failing(source: Path, target: Path) -> None:
+        if source.name.endswith("-old") and "cache.cpp" in target.name:
+            raise OSError(30, "Read-only file system", str(target))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", failing)
+    monkeypatch.setattr(patches, "check", lambda *_: patches.TreeReport(tree, "wrong"))
+    with pytest.raises(
+        PatchError, match=r"cache\.cpp \(Read-only file system\), kept as \.cache\.cpp\.kvshare-old"
+    ):
+        patches.apply(tree, series)
+    found = contents(tree)
+    assert found.pop("src/.cache.cpp.kvshare-old") == before["src/cache.cpp"]
+    assert {name for name in found if found[name] != before.get(name)} == {"src/cache.cpp"}
+
+
+def test_no_file_is_ever_missing(tree: Path, series: patches.Series, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever the process is killed: what it began with, or what it ends with, is there."""
+    before = contents(tree)
+    replace = os.replace
+
+    def watching(source: Path, target: Path) -> None:
+        for name in before:
+            assert contents(tree)[name] in (before[name], SECOND[name])
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", watching)
+    patches.apply(tree, series)
+    assert contents(tree) == SECOND
 
 
 def test_failing_write_is_undone(tree: Path, series: patches.Series, monkeypatch: pytest.MonkeyPatch) -> None:

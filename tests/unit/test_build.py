@@ -82,6 +82,9 @@ class Toy:
                 for target; do touch $2/bin/$target; done
             else
                 mkdir -p $4; {configure or ":"}
+                echo "CMAKE_CACHEFILE_DIR:INTERNAL=$4" > $4/CMakeCache.txt
+                echo "CMAKE_HOME_DIRECTORY:INTERNAL=$2" >> $4/CMakeCache.txt
+                echo "CMAKE_MAKE_PROGRAM:FILEPATH={self.bin}/ninja" >> $4/CMakeCache.txt
             fi""",
         )
 
@@ -174,6 +177,71 @@ def test_damaged_manifest_counts_as_no_build(toy: Toy, content: str) -> None:
     assert build.build() == info
     (info.lib_dir / "libllama.so").unlink()
     assert build.find_build() is None
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "missing program", "missing library"])
+def test_a_damaged_build_is_made_again(toy: Toy, damage: str) -> None:
+    """What `kvshare build` is the hint for, it mends."""
+    program = build.build_target("test-llama-archs")
+    info = build.find_build()
+    assert info is not None
+    library = info.lib_dir / "libllama.so"
+    if damage == "truncated":
+        library.write_text("li")
+    elif damage == "changed":
+        library.write_text("bad\n")
+    else:
+        (program if damage == "missing program" else library).unlink()
+    assert (build.find_build() is None) == (damage != "changed")
+    assert build.build().targets == ("llama",)
+    assert library.read_text() == "lib\n"
+    assert build.build_target("test-llama-archs").is_file()
+
+
+def test_a_build_that_cannot_be_written_to(toy: Toy) -> None:
+    """Such as that of another user: it is taken as it is, and what would need more says so."""
+    info = build.build()
+    lock = info.path.with_name(f"{info.path.name}.lock")
+    lock.unlink()
+    lock.mkdir()
+    assert build.build() == info
+    with pytest.raises(BuildError, match="cannot write to") as caught:
+        build.build_target("test-llama-archs")
+    assert "KVSHARE_CACHE" in (caught.value.hint or "")
+
+
+def test_a_cache_that_cannot_be_read(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "glob", forbidden)
+    assert build.find_build() is None
+
+
+@pytest.mark.parametrize("name", ["CC", "CFLAGS", "CXXFLAGS", "CUDAFLAGS", "LDFLAGS"])
+def test_key_follows_flags_of_the_environment(toy: Toy, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.delenv(name, raising=False)
+    plain = build.build()
+    monkeypatch.setenv(name, "")
+    assert build.build() == plain
+    monkeypatch.setenv(name, "-g")
+    assert build.build().path != plain.path
+
+
+@pytest.mark.parametrize("changed", ["cache", "source", "ninja"])
+def test_what_cmake_remembers_of_another_place_is_dropped(toy: Toy, changed: str) -> None:
+    info = build.build()
+    kept = info.path / "tree" / "kept"
+    kept.touch()
+    build.build_target("test-llama-archs")
+    assert kept.exists()
+    file = info.path / "tree" / "CMakeCache.txt"
+    text = file.read_text()
+    places = {"cache": str(info.path), "source": str(toy.cache / "src"), "ninja": str(toy.bin)}
+    file.write_text(text.replace(places[changed], "/moved"))
+    build.build_target("llama-server")
+    assert not kept.exists()
+    assert file.read_text() == text
 
 
 # -- a checkout of the user --------------------------------------------------------------------

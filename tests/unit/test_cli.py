@@ -100,13 +100,24 @@ def test_broken_pipe_is_quiet() -> None:
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["nope"], ["build", "--jobs", "0"], ["build", "--jobs", "x"], ["patch", "eat", "."]]
+    "argv",
+    [
+        [],
+        ["nope"],
+        ["build", "--jobs", "0"],
+        ["build", "--jobs", "x"],
+        ["patch", "eat", "."],
+        ["prefix", "serve", "--listen", "p.sock", "--max-bytes", "4GB"],
+        ["prefill", "--model", "m.gguf", "--fds", "p.sock", "--tokens", "1,x"],
+    ],
 )
 def test_wrong_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(argv)
     assert caught.value.code == 2
-    assert "usage: kvshare" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "usage: kvshare" in said
+    assert "invalid _" not in said
 
 
 @pytest.mark.parametrize("command", [None, *COMMANDS])
