@@ -157,7 +157,11 @@ class Share:
 
     @property
     def state(self) -> ShareState:
-        """Where the share stands, as the ledger and the clock say."""
+        """Where the share stands, as the ledger and the clock say.
+
+        A provider that has failed shows at `wait` and `adopt`, which say why; until then the share is as live
+        as it was.
+        """
         self._look_at_the_clock()
         if self._state.live:
             decoder = self._decoder
@@ -412,7 +416,7 @@ class Decoder:
         *Ownership*: the context stays the one of `llama`, which is kept alive by this object.
         """
         library = loader.load()
-        model = Model(library, llama._model.model, owned=False)
+        model = Model(library, llama._model.model, owned=False, owner=llama)
         return cls(Context(model, llama._ctx.ctx, owner=llama), llama=llama)
 
     def share(

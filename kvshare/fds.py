@@ -232,7 +232,7 @@ def seals(fd: int) -> int:
     try:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as exc:
-        if exc.errno != errno.EINVAL:
+        if exc.errno != errno.EINVAL and not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_PATH:
             raise
         raise DescriptorError(f"descriptor {fd} is no memfd: it cannot carry seals") from exc
 
@@ -622,21 +622,41 @@ def _require_private(folder: int, name: str) -> None:
 
 def _remove_stale(name: str) -> None:
     try:
-        mode = os.lstat(name).st_mode
+        found = os.lstat(name)
     except FileNotFoundError:
         return
-    if not stat.S_ISSOCK(mode):
+    if not stat.S_ISSOCK(found.st_mode):
         raise LocalProtocolError(f"{name} exists and is no socket", hint="choose another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
             probe.connect(name)
         except ConnectionRefusedError:
-            Path(name).unlink()
-            return
+            if _unlink_same(name, found):
+                return
         except BlockingIOError:
             pass  # a full backlog is a listener's, too
     raise _taken(name)
+
+
+def _unlink_same(name: str, found: os.stat_result) -> bool:
+    """Remove a file, unless another one has taken its place meanwhile."""
+    aside = os.path.join(os.path.dirname(name), f".kvshare-{secrets.token_hex(8)}")
+    try:
+        os.rename(name, aside)
+    except FileNotFoundError:
+        return True
+    status = os.lstat(aside)
+    # the number of a file that is gone is given to the next one
+    is_same = all(
+        getattr(status, name) == getattr(found, name) for name in ("st_dev", "st_ino", "st_mtime_ns")
+    )
+    try:
+        if not is_same:
+            os.link(aside, name, follow_symlinks=False)
+    finally:
+        os.unlink(aside)
+    return is_same
 
 
 def _taken(name: str) -> LocalProtocolError:

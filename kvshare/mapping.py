@@ -64,7 +64,8 @@ class Mapping:
             size: bytes.
 
         Raises:
-            DescriptorError: not sealed, or the region does not lie in the descriptor.
+            DescriptorError: not sealed, the region does not lie in the descriptor, or it cannot be mapped
+                for reading and writing.
         """
         require_seals(fd)
         if offset + size > fd_size(fd):
@@ -73,7 +74,10 @@ class Mapping:
             )
         if offset % mmap.ALLOCATIONGRANULARITY:
             raise DescriptorError(f"a region at {offset} does not start at a page")
-        self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
+        try:
+            self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
+        except OSError as error:
+            raise DescriptorError(f"a region of {size} bytes cannot be mapped: {error.strerror}") from error
 
     @property
     def buffer(self) -> mmap.mmap:

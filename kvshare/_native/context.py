@@ -36,12 +36,12 @@ class Model:
     *Ownership*: contexts keep their model alive; `close` refuses while one is open.
     """
 
-    def __init__(self, library: loader.Library, pointer: Any, *, owned: bool) -> None:
+    def __init__(self, library: loader.Library, pointer: Any, *, owned: bool, owner: Any = None) -> None:
         self.library = library
         self._pointer = pointer
         self._owned = owned
+        self._owner = owner
         self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
-        self._vocab = library.llama.llama_model_get_vocab(pointer)
 
     @classmethod
     def open(
@@ -82,9 +82,13 @@ class Model:
     @property
     def pointer(self) -> Any:
         """The llama_model pointer, of `llama_cpp`'s type."""
-        if self._pointer is None:
+        if self._pointer is None or _is_closed(self._owner):
             raise LocalProtocolError("this model is closed")
         return self._pointer
+
+    @property
+    def _vocab(self) -> Any:
+        return self.library.llama.llama_model_get_vocab(self.pointer)
 
     @property
     def n_vocab(self) -> int:
@@ -161,6 +165,12 @@ class Model:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _is_closed(owner: Any) -> bool:
+    """Whether a `llama_cpp.Llama` has freed what it had."""
+    context = getattr(owner, "_ctx", None)
+    return context is not None and context.ctx is None
 
 
 class Context:
@@ -250,20 +260,20 @@ class Context:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._pointer is None
+        """Whether `close` was called, here or by the owner."""
+        return self._pointer is None or _is_closed(self._owner)
 
     @property
     def pointer(self) -> Any:
         """The llama_context pointer, of `llama_cpp`'s type."""
-        if self._pointer is None:
+        if self.closed:
             raise LocalProtocolError("this context is closed")
         return self._pointer
 
     @property
     def handle(self) -> Any:
         """The same pointer, of the type that our signature table wants."""
-        if self._pointer is None:
+        if self.closed:
             raise LocalProtocolError("this context is closed")
         return self._handle
 

@@ -296,6 +296,12 @@ def _require_abi(module: Any, path: Path, abi: signatures.Abi) -> None:
                 f"{path}: {name} is {getattr(abi, name)}, this kvshare needs {value}",
                 hint="run `kvshare build`, and keep llama-cpp-python at the version that kvshare pins",
             )
+    upstream = patches.pin().commit
+    if abi.upstream.decode() != upstream:
+        raise AbiMismatchError(
+            f"{path} is llama.cpp {abi.upstream.decode()[:12]}, this kvshare needs {upstream[:12]}",
+            hint="run `kvshare build`",
+        )
     series = patches.series_id()
     if abi.series.decode() != series:
         raise AbiMismatchError(

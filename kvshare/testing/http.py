@@ -35,6 +35,7 @@ from kvshare.errors import (
     DescriptorError,
     ExpiredError,
     KvshareError,
+    LedgerDigestError,
     LedgerError,
     LedgerIncompleteError,
     LocalProtocolError,
@@ -63,9 +64,10 @@ _ANSWERS: tuple[tuple[type[KvshareError], int, str, str], ...] = (
     (ExpiredError, 410, "expired_error", ""),
     (NotShareableError, 501, "not_supported_error", ""),
     (LedgerIncompleteError, 409, "conflict_error", "ledger_incomplete"),
-    (LedgerError, 409, "conflict_error", "ledger_digest"),
+    (LedgerDigestError, 409, "conflict_error", "ledger_digest"),
+    (LedgerError, 409, "conflict_error", "ledger_malformed"),
     (DeadlineExceededError, 504, "timeout_error", ""),
-    (PeerError, 502, "peer_error", ""),
+    (PeerError, 502, "bad_gateway_error", ""),
     (KvshareError, 400, "invalid_request_error", ""),
 )
 
@@ -369,9 +371,7 @@ class FakeServer:
             "layout": share.header.layout,
             "semantics": share.header.semantics,
             "params": dict(share.header.params),
-            "regions": [
-                {"offset": each.offset, "size": each.size, "kind": each.kind} for each in share.header.regions
-            ],
+            "regions": [vars(each) for each in share.header.regions],
             "expires_ms": share.header.expires_ms,
             "t_us": t_us,
         }

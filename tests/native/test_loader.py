@@ -302,7 +302,7 @@ def test_a_truncated_library(make: Callable[..., Path], missing: float) -> None:
     assert answer["libllama"] == []
 
 
-@pytest.mark.parametrize("struct", ["Abi", "ContextParams", "Region", "Range", "Adopted"])
+@pytest.mark.parametrize("struct", ["Abi", "ContextParams", "Region", "Range", "Adopted", "Issued"])
 def test_another_abi(patched: Path, struct: str) -> None:
     """This package with a struct of another size: the probe tells before the first real call."""
     script = f"""
@@ -322,6 +322,19 @@ signatures.{struct} = {struct}
     assert answer["error"] == "AbiMismatchError"
     assert f"abi is {signatures.ABI}, this kvshare needs 99" in answer["message"]
     assert str(patched) in answer["message"]
+
+
+def test_another_upstream(patched: Path) -> None:
+    script = f"""
+import dataclasses
+from kvshare import patches
+found = patches.pin()
+patches.pin = lambda: dataclasses.replace(found, commit="0" * 40)
+{LOAD}
+"""
+    answer = run(script, KVSHARE_LIBRARY=str(patched))
+    assert answer["error"] == "AbiMismatchError"
+    assert "this kvshare needs 000000000000" in answer["message"]
 
 
 def test_another_version_of_the_bindings(patched: Path) -> None:

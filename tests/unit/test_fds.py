@@ -599,6 +599,25 @@ def test_a_stale_socket_is_replaced_and_nothing_else() -> None:
         assert (folder / "file").read_text() == "precious"
 
 
+def test_a_stale_socket_that_was_replaced_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that start at once after a crash: the second one does not take the first one's socket away."""
+    with fds.private_directory() as folder, contextlib.ExitStack() as stack:
+        path = folder / "p.sock"
+        fds.listen_unix(path).close()
+        rename = os.rename
+
+        def late(source: str, target: str) -> None:
+            monkeypatch.setattr(os, "rename", rename)
+            stack.enter_context(fds.listening(path))
+            rename(source, target)
+
+        monkeypatch.setattr(os, "rename", late)
+        with pytest.raises(errors.LocalProtocolError, match="another process listens"):
+            fds.listen_unix(path)
+        assert os.listdir(folder) == ["p.sock"]
+        fds.connect_unix(path).close()
+
+
 def test_a_listener_removes_its_socket_and_no_other() -> None:
     with fds.private_directory() as folder:
         path = folder / "s"

@@ -177,7 +177,7 @@ def test_a_ledger_with_a_blob_that_no_memory_holds(
         offer.ledger.begin()
 
 
-@pytest.mark.parametrize("kind", ["a file", "a folder", "a pipe", "a device"])
+@pytest.mark.parametrize("kind", ["a file", "a folder", "a pipe", "a device", "a path"])
 def test_other_things_in_place_of_memory(
     decoder: FakeDecoder, share: FakeShare, link: Link, kind: str, tmp_path: Path
 ) -> None:
@@ -186,8 +186,8 @@ def test_other_things_in_place_of_memory(
             made = [fds.OwnedFd(end) for end in os.pipe()]
         else:
             (tmp_path / "file").write_bytes(bytes(1 << 20))
-            name = {"a file": tmp_path / "file", "a folder": tmp_path, "a device": Path("/dev/zero")}[kind]
-            made = [fds.OwnedFd(os.open(name, os.O_RDONLY))]
+            name = {"a folder": tmp_path, "a device": Path("/dev/zero")}.get(kind, tmp_path / "file")
+            made = [fds.OwnedFd(os.open(name, os.O_PATH if kind == "a path" else os.O_RDONLY))]
         for each in made:
             stack.enter_context(each)
         for sent in (
@@ -197,6 +197,13 @@ def test_other_things_in_place_of_memory(
             send_framed(link[0], wire.encode(share.header), sent)
             with pytest.raises(DescriptorError):
                 Offer.receive(link[1], deadline=soon())
+
+
+def test_memory_that_cannot_be_written_to(decoder: FakeDecoder, share: FakeShare, link: Link) -> None:
+    with fds.OwnedFd(os.open(f"/proc/self/fd/{decoder._region.fileno()}", os.O_RDONLY)) as region:
+        send_framed(link[0], wire.encode(share.header), [region.fileno(), share.ledger.fileno()])
+        with Offer.receive(link[1], deadline=soon()) as offer, pytest.raises(DescriptorError, match="mapped"):
+            offer.views()
 
 
 @pytest.mark.parametrize("seq_id", [-1, 1 << 31, 1 << 62, 0.0, 1e300, "0", None])
