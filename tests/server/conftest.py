@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kvshare import Model, build, fds, models
+from kvshare import Model, build, fds, models, processes
 from kvshare.errors import BuildError
 from kvshare.provider import serving
 
@@ -79,7 +79,7 @@ class Server:
             headers={"Content-Type": "application/json", **(headers or {})},
         )
         try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
+            with processes.open_url(request, timeout=120) as answer:
                 return answer.status, json.loads(answer.read() or b"null")
         except urllib.error.HTTPError as error:
             content = error.read()

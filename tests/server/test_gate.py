@@ -118,13 +118,13 @@ def post(to: processes.Running, path: str, body: Any) -> tuple[Mapping[str, str]
     request = urllib.request.Request(
         to.url + path, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+    with processes.open_url(request, timeout=TIMEOUT_S) as answer:
         return answer.headers, json.loads(answer.read())
 
 
 def metric(engine: processes.Running, name: str) -> float:
     """Return the value of one line of `/metrics`."""
-    with urllib.request.urlopen(f"{engine.url}/metrics", timeout=TIMEOUT_S) as answer:
+    with processes.open_url(f"{engine.url}/metrics", timeout=TIMEOUT_S) as answer:
         lines = answer.read().decode().splitlines()
     return float(next(line for line in lines if line.startswith(f"{name} ")).split()[-1])
 
