@@ -22,6 +22,10 @@ from typing import Any
 from kvshare.errors import DeadlineExceededError, PeerClosedError
 
 START_TIMEOUT_S = 120.0
+
+open_url = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+"""`urllib.request.urlopen` for servers of this machine: past the proxies of the environment."""
+
 _STOP_TIMEOUT_S = 10.0
 _LOG_NBYTES = 2000  # of a log, in an error
 
@@ -74,7 +78,7 @@ def llama_server(
 
     def is_ready() -> bool:
         try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            with open_url(f"{url}/health", timeout=5) as answer:
                 return bool(answer.status == 200)
         except OSError:  # nobody listens yet, or 503 while the model loads
             return False

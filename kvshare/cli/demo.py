@@ -6,8 +6,10 @@ import argparse
 import contextlib
 import json
 import os
+import select
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -190,7 +192,7 @@ def measure(
                     provider.wait_for("listening", show)
                 decoder.say("go")
                 provider.say("go")
-                prefilled = provider.wait_for("prefilled", show)
+                prefilled = provider.wait_for("prefilled", show, beside=decoder)
             elif event["event"] == "run":
                 runs.append({**event["run"], "provider_prefill_ms": prefilled["ms"]})
             elif event["event"] == "done":
@@ -213,18 +215,26 @@ class _Child:
             [sys.executable, "-m", f"kvshare.cli.demo_{role}", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
+            bufsize=0,  # what was not read yet can be polled for
             env=environment,
         )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._stdin, self.stdout = self.process.stdin, self.process.stdout
+        self._early: deque[dict[str, Any]] = deque()
 
     def say(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
+        try:
+            self._stdin.write(f"{line}\n".encode())
+        except BrokenPipeError:
+            while True:  # until it has said why, or its output ends
+                self._read()
 
     def next(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        return self._early.popleft() if self._early else self._read()
+
+    def _read(self) -> dict[str, Any]:
+        line = self.stdout.readline()
         if not line:
             raise PeerClosedError(
                 f"the {self.role} process ended with status {self.process.wait()}",
@@ -235,27 +245,31 @@ class _Child:
             raise _ChildError(f"{self.role}: {event['message']}", event["exit_code"], event["hint"])
         return event
 
-    def wait_for(self, name: str, show: Any) -> dict[str, Any]:
+    def wait_for(self, name: str, show: Any, *, beside: _Child | None = None) -> dict[str, Any]:
+        """Wait for an event; a child beside it may fail meanwhile, which raises what it says."""
+        files = [self.stdout] if beside is None else [self.stdout, beside.stdout]
         while True:
-            event = self.next()
-            if event["event"] == name:
-                return event
-            show(event)
+            ready, _, _ = select.select(files, [], [])
+            if beside is not None and beside.stdout in ready:
+                beside._early.append(beside._read())
+            if self.stdout in ready:
+                event = self.next()
+                if event["event"] == name:
+                    return event
+                show(event)
 
     def __enter__(self) -> _Child:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
+            self._stdin.close()
         try:
             self.process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             self.process.terminate()
             self.process.wait()
-        self.process.stdout.close()
+        self.stdout.close()
 
 
 class _ChildError(KvshareError):

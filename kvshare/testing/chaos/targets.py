@@ -274,7 +274,7 @@ class Server(Target):
             headers={"Content-Type": "application/json"},
         )
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            with processes.open_url(request, timeout=TIMEOUT_S) as answer:
                 found = json.loads(answer.read())
         except urllib.error.HTTPError as error:
             with error:
