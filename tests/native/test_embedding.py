@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvshare import Decoder, NativeError, NotShareableError, exporting
+from kvshare import Decoder, LocalProtocolError, NativeError, NotShareableError, exporting
 from kvshare._native import loader
 from kvshare._native.context import Logits
 from tests.native.handoff import ProviderProcess
@@ -168,3 +168,32 @@ def test_an_error_ends_the_block(opened: Any) -> None:
         raise ZeroDivisionError
     with pytest.raises(NotShareableError):
         Decoder.wrap(opened())
+
+
+def test_a_llama_that_its_program_has_closed(opened: Any) -> None:
+    """What it had is freed: nothing here uses it any more, whatever is still live."""
+    with exporting():
+        llama = opened()
+    with Decoder.wrap(llama) as decoder:
+        share = decoder.share(n_tokens=16)
+        llama.close()
+        with pytest.raises(LocalProtocolError, match="closed"):
+            decoder.share(n_tokens=16)
+        with pytest.raises(LocalProtocolError, match="closed"):
+            decoder.context.model.tokenize("a")
+        share.release()
+
+
+def test_a_model_that_was_closed_with_its_decoder(smollm2_path: Path) -> None:
+    with Decoder.open(smollm2_path, n_ctx=N_CTX) as decoder:
+        model = decoder.context.model
+        tokens = model.tokenize("a word")
+    for use in (
+        lambda: model.tokenize("a word"),
+        lambda: model.detokenize(tokens),
+        lambda: model.check_tokens(tokens),
+        lambda: model.n_vocab,
+        lambda: model.has_encoder,
+    ):
+        with pytest.raises(LocalProtocolError, match="closed"):
+            use()
