@@ -9,8 +9,8 @@ checkout (null if it is none, and `-dirty` if it was changed), `date`, and of ea
 DIR/report.md says the same for people, with pictures if matplotlib is there: in DIR, or where `--plot` says.
 Both are written anew after each benchmark. `--json` prints what report.json has.
 
-All of it takes an hour and a quarter on two cores. `--quick` takes few repetitions and short prompts: it shows
-that the benchmarks work, and its figures mean little. The exit status is 1 if a benchmark failed.
+All of it takes an hour and a quarter on two cores. `--quick` takes few repetitions and short prompts: it
+shows that the benchmarks work, and its figures mean little. The exit status is 1 if a benchmark failed.
 """
 
 from __future__ import annotations
