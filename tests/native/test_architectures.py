@@ -31,6 +31,9 @@ def test_all_architectures(archs_path: Path) -> None:
     results = list(architectures.run(paths, CASES))
     report = architectures.summary(results)
     assert report.pop("failures") == []
+    times = report.pop("times")
+    assert len(times) == 124
+    assert all(each["share_us"] > 0 and each["adopt_us"] > 0 for each in times.values())
     assert report == {
         "total": 128,
         "without_memory": 4,
