@@ -3,6 +3,8 @@
 
 set -euo pipefail
 CALLER_DIR=$PWD
+# paths are the caller's
+[[ ${PYTHON:-} != */* ]] || PYTHON=$(realpath -s -- "$PYTHON")
 [[ -z ${KVSHARE_CACHE:-} ]] || export KVSHARE_CACHE=$(realpath -m -- "$KVSHARE_CACHE")
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
